@@ -1,0 +1,1 @@
+"""The learner. See README.md."""

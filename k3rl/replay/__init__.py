@@ -1,0 +1,1 @@
+"""Replay of stored trajectories. See README.md."""

@@ -1,0 +1,1 @@
+"""Rollouts: engines, renderer, episode. See README.md."""
