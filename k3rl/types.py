@@ -101,7 +101,7 @@ class FinishReason(StrEnum):
 
 
 class OutcomeKind(StrEnum):
-    """How a trajectory ended. Only the first three may carry a reward (design.md §2b)."""
+    """How a trajectory ended. Only the first three may carry a reward (design.md 2b)."""
 
     COMPLETED = "completed"
     TRUNCATED = "truncated"
@@ -250,7 +250,7 @@ class TrajectoryKey:
 
     @property
     def id(self) -> TrajectoryId:
-        """blake3 of the six fields, 16 bytes as hex (design.md §2b)."""
+        """blake3 of the six fields, 16 bytes as hex (design.md 2b)."""
         fields = [self.run_id, self.task_key, self.level]
         return digest_json([*fields, self.group_index, self.sample_index, self.attempt])[:32]
 
@@ -317,6 +317,8 @@ class Step:
     snapshot_after: str | None = None
     tree_digest: Digest | None = None
     finish_reason: FinishReason | None = None
+    is_terminal: bool = False
+    """The world ended with this step; only grading is left."""
     env_state: JsonObject = field(default_factory=dict)
     """What the environment itself must remember to resume after this step."""
     context: int = 0

@@ -2,7 +2,7 @@
 
 A learner knows nothing of environments or rollouts: advantages and weights ride on the batch.
 Denominators cover the whole optimiser step, so the gradient is the same for any micro-batch split,
-packing order or number of ranks (design.md §4, 5).
+packing order or number of ranks (design.md 4, invariant 5).
 """
 
 from __future__ import annotations

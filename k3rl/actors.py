@@ -1,0 +1,237 @@
+"""Ray actors around plain classes, and the proxies that talk to them.
+
+Calls cross process boundaries as bytes of `k3rl.types.encode`, typed by the contract's own
+annotations, and errors as their class name and arguments: nothing exchanged is a pickle of ours.
+The store actor restarts by itself and its callers' calls are sent again, which is safe because
+every write of the store is idempotent. A worker actor never restarts by itself: the controller
+fences it first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Awaitable, Callable
+from functools import cache
+from typing import Any, cast, get_type_hints
+
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, WorkerCrashedError
+
+from k3rl import config as configs
+from k3rl import errors
+from k3rl.config import Config
+from k3rl.controller import WorkerHandle, WorkerLost
+from k3rl.errors import K3rlError
+from k3rl.learner.idle import IdleLearner
+from k3rl.learner.protocol import Learner
+from k3rl.rollout.worker import RolloutWorker
+from k3rl.store.host import StoreHost
+from k3rl.store.protocol import TrajectoryStore
+from k3rl.types import decode, encode
+
+OK, FAILED = b"\0", b"\1"
+Send = Callable[[str, list[bytes]], Awaitable[bytes]]
+LOST = (ActorDiedError, ActorUnavailableError, WorkerCrashedError)
+
+
+async def answer(work: Callable[[], Awaitable[bytes]]) -> bytes:
+    """The reply frame of a call: its encoded result, or the k3rl error it raised."""
+    try:
+        return OK + await work()
+    except K3rlError as error:
+        arguments = cast(tuple[Any, ...], error.__reduce__())[1]
+        return FAILED + json.dumps([type(error).__name__, arguments]).encode()
+
+
+def result(reply: bytes) -> bytes:
+    """The inverse of `answer`: the payload, or the error raised here."""
+    if reply[:1] == OK:
+        return reply[1:]
+    name, arguments = json.loads(reply[1:])
+    raise getattr(errors, name)(*arguments)
+
+
+@cache
+def _signature(contract: type, method: str) -> tuple[list[str], dict[str, Any]]:
+    function = getattr(contract, method)
+    names = list(inspect.signature(function).parameters)[1:]
+    return names, get_type_hints(function)
+
+
+async def serve(contract: type, target: Any, method: str, arguments: list[bytes]) -> bytes:
+    """Carry out one call of `contract` on `target`."""
+    names, hints = _signature(contract, method)
+    values = [decode(hints[name], data) for name, data in zip(names, arguments, strict=True)]
+    value = await getattr(target, method)(*values)
+    return encode(value, hints["return"])
+
+
+class Proxy:
+    """Stands for an object elsewhere: methods of `contract` become `send(method, arguments)`."""
+
+    def __init__(self, contract: type, send: Send) -> None:
+        """`send` returns the reply frame of `answer`."""
+        self._contract, self._send = contract, send
+
+    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
+        """An async method with the contract's signature."""
+        if method.startswith("_") or not hasattr(self._contract, method):
+            raise AttributeError(method)
+        names, hints = _signature(self._contract, method)
+        signature = inspect.signature(getattr(self._contract, method))
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(self, *args, **kwargs)
+            bound.apply_defaults()
+            data = [encode(bound.arguments[name], hints[name]) for name in names]
+            return decode(hints["return"], result(await self._send(method, data)))
+
+        return call
+
+
+class StoreActor:
+    """The StoreService of a run, opened at its first call."""
+
+    def __init__(self, config: str) -> None:
+        """`config` is the resolved config as JSON."""
+        self._host = StoreHost(configs.from_json(json.loads(config)))
+        self._opening = asyncio.Lock()
+
+    async def call(self, method: str, arguments: list[bytes]) -> bytes:
+        """One call of the TrajectoryStore contract."""
+
+        async def work() -> bytes:
+            async with self._opening:
+                service = await self._host.open()
+            if method == "aclose":
+                await self._host.aclose()
+                return encode(None, type(None))
+            return await serve(TrajectoryStore, service, method, arguments)
+
+        return await answer(work)
+
+
+class WorkerActor:
+    """One RolloutWorker."""
+
+    def __init__(self, config: str, store: Any) -> None:
+        """`store` is the handle of a StoreActor."""
+        self._worker = RolloutWorker(configs.from_json(json.loads(config)), store_proxy(store))
+
+    async def tell(self, verb: str, *arguments: str) -> bytes:
+        """run, pause, resume or stop."""
+
+        async def work() -> bytes:
+            await getattr(self._worker, verb)(*arguments)
+            return b""
+
+        return await answer(work)
+
+
+class LearnerActor:
+    """The learner slot."""
+
+    def __init__(self, config: str) -> None:
+        """With `algorithm: none` the slot holds an IdleLearner."""
+        assert configs.from_json(json.loads(config)).algorithm == "none"
+        self._learner = IdleLearner()
+
+    async def facts(self) -> tuple[bool, int]:
+        """Whether it trains, and its policy version."""
+        return self._learner.trains, self._learner.policy_version
+
+    async def call(self, method: str, arguments: list[bytes]) -> bytes:
+        """One call of the Learner contract."""
+        return await answer(lambda: serve(Learner, self._learner, method, arguments))
+
+
+def store_proxy(handle: Any) -> TrajectoryStore:
+    """The store behind a StoreActor's handle."""
+
+    async def send(method: str, arguments: list[bytes]) -> bytes:
+        return cast(bytes, await handle.call.remote(method, arguments))
+
+    return cast(TrajectoryStore, Proxy(TrajectoryStore, send))
+
+
+async def learner_proxy(handle: Any) -> Learner:
+    """The learner behind a LearnerActor's handle."""
+
+    async def send(method: str, arguments: list[bytes]) -> bytes:
+        return cast(bytes, await handle.call.remote(method, arguments))
+
+    proxy = Proxy(Learner, send)
+    # The two attributes of the contract are facts of the slot, fixed for its life.
+    proxy.trains, proxy.policy_version = await handle.facts.remote()  # type: ignore[attr-defined]
+    return cast(Learner, proxy)
+
+
+class RayWorker:
+    """The controller's handle of a WorkerActor; `revive` makes a new actor."""
+
+    def __init__(self, name: str, config: Config, store: Any) -> None:
+        """Starts the first actor."""
+        self.name, self._config, self._store = name, config, store
+        self._reviving = asyncio.Lock()
+        self._actor = self._spawn()
+
+    def _spawn(self) -> Any:
+        actor = ray.remote(WorkerActor).options(
+            num_cpus=1, resources={"rollout": 1}, max_restarts=0, max_concurrency=1000
+        )
+        return actor.remote(self._config.model_dump_json(), self._store)
+
+    async def _tell(self, verb: str, *arguments: str) -> None:
+        try:
+            result(await self._actor.tell.remote(verb, *arguments))
+        except LOST as error:
+            raise WorkerLost(str(error).splitlines()[0]) from None
+
+    async def run(self, worker_id: str) -> None:
+        """Play until stopped."""
+        await self._tell("run", worker_id)
+
+    async def pause(self) -> None:
+        """Give everything back."""
+        await self._tell("pause")
+
+    async def resume(self) -> None:
+        """Claim again."""
+        await self._tell("resume")
+
+    async def stop(self) -> None:
+        """End `run`."""
+        await self._tell("stop")
+
+    async def revive(self) -> None:
+        """A new actor, unless somebody else has already made one."""
+        async with self._reviving:
+            try:
+                await self._actor.tell.remote("resume")
+            except LOST:
+                self._actor = self._spawn()
+
+
+def start_store(config: Config) -> Any:
+    """The handle of a new StoreActor that outlives its own process."""
+    actor = ray.remote(StoreActor).options(
+        num_cpus=0,
+        resources={"store": 1},
+        max_restarts=-1,
+        max_task_retries=-1,
+        max_concurrency=1000,
+    )
+    return actor.remote(config.model_dump_json())
+
+
+def start_learner(config: Config) -> Any:
+    """The handle of a new LearnerActor."""
+    actor = ray.remote(LearnerActor).options(num_cpus=0, resources={"learner": 1})
+    return actor.remote(config.model_dump_json())
+
+
+def start_workers(config: Config, store: Any) -> list[WorkerHandle]:
+    """`rollout.num_workers` of them."""
+    return [RayWorker(f"worker{i}", config, store) for i in range(config.rollout.num_workers)]

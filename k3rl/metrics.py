@@ -1,0 +1,63 @@
+"""Metric names and where they go: one JSON line per step, and TensorBoard event files.
+
+Names are `area/name_unit` constants, so that a chart and the code that feeds it cannot drift apart.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import IO, Any
+
+SUCCESS = "rollout/success_fraction"
+REWARD = "rollout/reward_mean"
+NUM_FINISHED = "rollout/num_finished"
+NUM_PAUSED = "rollout/num_paused"
+NUM_INFRA_FAULTS = "rollout/num_infra_faults"
+POLICY_TOKENS = "rollout/policy_tokens_mean"
+STEPS = "rollout/steps_mean"
+TRAJECTORIES_PER_S = "rollout/trajectories_per_s"
+ITERATION_S = "rollout/iteration_s"
+WORKER_RESTARTS = "rollout/num_worker_restarts"
+NUM_GROUPS = "group/num_complete"
+NUM_INFORMATIVE_GROUPS = "group/num_informative"
+STORE_TOKENS = "store/num_tokens"
+STORE_INDEX_REBUILDS = "store/num_index_rebuilds"
+
+
+class MetricsWriter:
+    """Writes scalars under one folder; `step` is the iteration, from 0."""
+
+    def __init__(self, folder: Path, *, jsonl: bool = True, tensorboard: bool = True) -> None:
+        """Appends to `metrics.jsonl` and `tensorboard/` in `folder`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file: IO[str] | None = (folder / "metrics.jsonl").open("a") if jsonl else None
+        self._board: Any = None
+        if tensorboard:
+            # Imported here: it costs a second and `import k3rl.metrics` must stay light.
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+            self._board = EventFileWriter(str(folder / "tensorboard"))
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        """Record `scalars` for `step` in every sink."""
+        now = time.time()
+        if self._file is not None:
+            self._file.write(json.dumps({"step": step, "time_s": now, **scalars}) + "\n")
+            self._file.flush()
+        if self._board is not None:
+            from tensorboard.compat.proto.event_pb2 import Event
+            from tensorboard.compat.proto.summary_pb2 import Summary
+
+            values = [Summary.Value(tag=tag, simple_value=x) for tag, x in scalars.items()]
+            event = Event(wall_time=now, step=step, summary=Summary(value=values))
+            self._board.add_event(event)
+            self._board.flush()
+
+    def close(self) -> None:
+        """Flush and close the sinks."""
+        if self._file is not None:
+            self._file.close()
+        if self._board is not None:
+            self._board.close()
