@@ -35,7 +35,7 @@ class EngineCapability(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingLaw:
-    """The law sampled from; rollout_logprobs are those of this law (design.md §2b, 9)."""
+    """The law sampled from; rollout_logprobs are those of this law (design.md 2b, decision 9)."""
 
     temperature: float = 1.0
     top_p: float = 1.0

@@ -1,0 +1,292 @@
+"""One trajectory played by one worker: engine <-> environment <-> sandbox, into the store.
+
+    claim --> sandbox from its last snapshot --> [ turn: engine deltas, appended and acknowledged
+      ^                                            act: tools run in the sandbox
+      |  pause at any token                        commit step + results + snapshot ] ...
+      +------------------------------- until the world ends or a limit cuts --> grade, finish
+
+Invariants. Tokens the engine sampled are appended as they are, never re-tokenised. Environment
+tokens reach the store only in the commit that carries their snapshot. After a pause or a kill the
+sandbox is the last committed snapshot, the acknowledged tokens of the unfinished turn stand, and
+the turn goes on behind them; so a resumed trajectory equals an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from k3rl.envs.base import StepResult, ToolEnv
+from k3rl.errors import GraderError, SandboxError
+from k3rl.rollout.engine import GenerateRequest, RolloutEngine, SamplingLaw
+from k3rl.rollout.renderer import Renderer
+from k3rl.sandboxes.base import Sandbox, SandboxBackend, SandboxSpec
+from k3rl.store.ledger import Ledger
+from k3rl.store.protocol import Ack, Claim, StepFrame, TrajectoryStore
+from k3rl.types import (
+    Author,
+    FinishReason,
+    Int32Array,
+    Message,
+    Outcome,
+    OutcomeKind,
+    Snapshot,
+    Span,
+    Step,
+    TokenFrame,
+    TruncationCause,
+)
+
+OVER_BUDGET_REWARD = -1.0
+"""Design decision 1 (Kimi K3 report, arXiv 2607.24653 section 4)."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeParts:
+    """What a worker lends to each of its episodes."""
+
+    store: TrajectoryStore
+    engine: RolloutEngine
+    renderer: Renderer
+    backend: SandboxBackend
+    law: SamplingLaw
+    ack_tokens: int = 64
+    max_turns: int | None = None
+    ledger: Ledger | None = None
+
+
+@dataclass(slots=True)
+class _Turn:
+    """The present assistant turn."""
+
+    start: int
+    finish_reason: FinishReason | None = None
+    generate_s: float = 0.0
+
+
+class Episode:
+    """Plays one claim until it finishes or is paused. Single use."""
+
+    def __init__(self, parts: EpisodeParts, env: ToolEnv, spec: SandboxSpec, claim: Claim) -> None:
+        """`env` is a fresh session of the claim's environment, `spec` where its tools run."""
+        self.parts, self.env, self.spec, self.claim = parts, env, spec, claim
+        self.id, self.epoch, self.task = claim.header.id, claim.epoch, claim.header.task
+        self.steps = list(claim.steps)
+        self.snapshot: Snapshot | None = claim.snapshot
+        self.sandbox: Sandbox | None = None
+        self.is_pausing = False
+        no_tokens = np.empty(0, np.int32)
+        self._ids: list[Int32Array] = [claim.tokens.token_ids if claim.tokens else no_tokens]
+        self._num_tokens = len(self._ids[0])
+        self._num_sampled = int(claim.tokens.loss_mask.sum()) if claim.tokens else 0
+        self._started = time.monotonic()
+
+    async def pause(self) -> None:
+        """Ask the episode to give its trajectory back at the next token or step end."""
+        self.is_pausing = True
+        await self.parts.engine.abort(self.id)
+
+    async def run(self) -> Outcome | None:
+        """Play; returns the outcome, or None when the trajectory was paused."""
+        await self._note(list(self.claim.acks))
+        if self.claim.outcome is not None:
+            return self.claim.outcome
+        try:
+            outcome = await self._play()
+        except SandboxError as error:
+            outcome = Outcome(OutcomeKind.INFRA_FAULT, detail=str(error))
+        except GraderError as error:
+            outcome = Outcome(OutcomeKind.GRADER_FAULT, detail=str(error))
+        finally:
+            await self._close()
+        if outcome is None:
+            await self.parts.store.pause(self.id, self.epoch)
+        else:
+            await self.parts.store.finish(self.id, self.epoch, outcome)
+        return outcome
+
+    async def _play(self) -> Outcome | None:
+        await self._open()
+        if self.steps[-1].is_terminal:
+            return await self.env.grade()
+        turn_limit = self.parts.max_turns or self.task.limits.max_turns
+        while True:
+            if len(self.steps) > turn_limit:
+                return await self._truncate(TruncationCause.TURNS)
+            if self._live_s() > self.task.limits.max_time_s:
+                return await self._truncate(TruncationCause.TIME)
+            turn = await self._generate()
+            if turn.finish_reason is FinishReason.ABORT:
+                return None
+            if turn.finish_reason is FinishReason.BUDGET:
+                cause = TruncationCause.BUDGET
+                return Outcome(OutcomeKind.TRUNCATED, OVER_BUDGET_REWARD, cause=cause)
+            if turn.finish_reason is FinishReason.LENGTH:
+                return await self._truncate(TruncationCause.CONTEXT)
+            if await self._act(turn):
+                return await self.env.grade()
+            if self.is_pausing:
+                return None
+
+    async def _open(self) -> None:
+        """Restore the sandbox and the session, or make both and commit the opening step."""
+        backend, spec = self.parts.backend, self.spec
+        if self.snapshot is not None:
+            self.sandbox = Sandbox(backend, await backend.restore(spec, self.snapshot))
+            await self.env.open(self.task, self.sandbox, self.steps[-1].env_state)
+            return
+        sandbox_id = await backend.create(spec, self.env.files(self.task))
+        self.sandbox = Sandbox(backend, sandbox_id)
+        observation = await self.env.open(self.task, self.sandbox)
+        level = self.claim.header.key.level
+        ids = self.parts.renderer.start(observation.messages, self.env.tools, level)
+        await self._commit(Step(0, 0, len(ids), env_state=self.env.state()), ids)
+
+    async def _generate(self) -> _Turn:
+        """Sample until the turn ends, appending as tokens come."""
+        turn = _Turn(self.steps[-1].token_end)
+        context = np.concatenate(self._ids)
+        self._ids = [context]
+        stop_ids = self.parts.renderer.stop_ids
+        if len(context) > turn.start and int(context[-1]) in stop_ids:
+            turn.finish_reason = FinishReason.STOP
+            return turn
+        room, cap_reason = self._room()
+        if self.is_pausing or room <= 0:
+            turn.finish_reason = FinishReason.ABORT if self.is_pausing else cap_reason
+            return turn
+        began = time.monotonic()
+        request = GenerateRequest(
+            self.claim.header.key, self.task, context, turn.start, room, stop_ids, self.parts.law
+        )
+        turn.finish_reason = await self._sample(request)
+        if turn.finish_reason is FinishReason.LENGTH:
+            turn.finish_reason = cap_reason
+        turn.generate_s = time.monotonic() - began
+        return turn
+
+    async def _sample(self, request: GenerateRequest) -> FinishReason:
+        """Append every `ack_tokens` tokens, at a version change, and at the end."""
+        pending: list[tuple[Int32Array, np.ndarray, Span]] = []
+        count = 0
+        reason: FinishReason | None = None
+        async for delta in self.parts.engine.generate(request):
+            span = Span(count, Author.POLICY, delta.policy_version, delta.state_version)
+            if len(delta.token_ids):
+                pending.append((delta.token_ids, delta.rollout_logprobs, span))
+                count += len(delta.token_ids)
+            reason = delta.finish_reason
+            if pending and (count >= self.parts.ack_tokens or reason is not None):
+                await self._append(pending)
+                pending, count = [], 0
+            if self.is_pausing and reason is None:
+                await self.parts.engine.abort(self.id)
+        assert reason is not None, "an engine ends a request with a finish reason"
+        return reason
+
+    async def _append(self, pending: list[tuple[Int32Array, np.ndarray, Span]]) -> None:
+        ids = np.concatenate([item[0] for item in pending])
+        logprobs = np.concatenate([item[1] for item in pending])
+        spans: list[Span] = []
+        for _, _, span in pending:
+            if not spans or replace(span, start=spans[-1].start) != spans[-1]:
+                spans.append(span)
+        mask = np.ones(len(ids), bool)
+        frame = TokenFrame(self.id, self.epoch, self._num_tokens, ids, mask, logprobs, tuple(spans))
+        ack = await self.parts.store.append(frame)
+        self._take(ids)
+        self._num_sampled += len(ids)
+        await self._note([ack])
+
+    async def _act(self, turn: _Turn) -> bool:
+        """Run the turn's tools and commit the step; True when the world has ended."""
+        message = self._message(turn)
+        began = time.monotonic()
+        result = await self.env.act(message)
+        step = Step(
+            len(self.steps),
+            turn.start,
+            0,
+            calls=result.records,
+            finish_reason=turn.finish_reason,
+            is_terminal=result.terminated,
+            env_state=self.env.state(),
+            generate_s=turn.generate_s,
+            act_s=time.monotonic() - began,
+        )
+        await self._commit(step, self._results(result))
+        return result.terminated
+
+    def _message(self, turn: _Turn) -> Message:
+        context = np.concatenate(self._ids)
+        return self.parts.renderer.parse_turn(context[turn.start :])
+
+    def _results(self, result: StepResult) -> Int32Array:
+        if result.terminated:
+            return np.empty(0, np.int32)
+        return self.parts.renderer.extend(result.messages)
+
+    async def _commit(self, step: Step, ids: Int32Array) -> None:
+        """One commit for the step, its environment tokens and the sandbox after it."""
+        assert self.sandbox is not None
+        began = time.monotonic()
+        snapshot = await self.parts.backend.snapshot(self.sandbox.id, step.env_state)
+        before = self.snapshot.snapshot_id if self.snapshot else None
+        step = replace(
+            step,
+            token_end=self._num_tokens + len(ids),
+            snapshot_before=before,
+            snapshot_after=snapshot.snapshot_id,
+            tree_digest=snapshot.tree_digest,
+            snapshot_s=time.monotonic() - began,
+        )
+        tokens = self._environment_frame(ids) if len(ids) else None
+        frame = StepFrame(step, tokens, snapshot)
+        acks = await self.parts.store.commit_step(self.id, self.epoch, frame)
+        self._take(ids)
+        self.steps.append(step)
+        self.snapshot = snapshot
+        await self._note(acks)
+
+    def _environment_frame(self, ids: Int32Array) -> TokenFrame:
+        version = self.parts.engine.policy_version
+        span = Span(0, Author.ENVIRONMENT, version, version)
+        mask, nan = np.zeros(len(ids), bool), np.full(len(ids), np.nan, np.float32)
+        return TokenFrame(self.id, self.epoch, self._num_tokens, ids, mask, nan, (span,))
+
+    def _take(self, ids: Int32Array) -> None:
+        self._ids.append(ids)
+        self._num_tokens += len(ids)
+
+    def _room(self) -> tuple[int, FinishReason]:
+        """Tokens that may still be sampled, and which limit that is."""
+        room = self.task.limits.max_context_tokens - self._num_tokens
+        budget = self.claim.header.budget
+        if budget is not None and budget - self._num_sampled < room:
+            return budget - self._num_sampled, FinishReason.BUDGET
+        return room, FinishReason.LENGTH
+
+    def _live_s(self) -> float:
+        """Seconds of live time: of earlier claims by their steps, of this one by the clock."""
+        earlier = sum(s.generate_s + s.act_s for s in self.claim.steps)
+        return earlier + time.monotonic() - self._started
+
+    async def _truncate(self, cause: TruncationCause) -> Outcome:
+        """Cut off by a limit: the grader judges the final state (design decision 2)."""
+        graded = await self.env.grade()
+        if graded.reward is None:
+            return graded
+        return replace(graded, kind=OutcomeKind.TRUNCATED, cause=cause)
+
+    async def _note(self, acks: list[Ack]) -> None:
+        if self.parts.ledger is not None and acks:
+            for ack in acks:
+                await asyncio.to_thread(self.parts.ledger.write, ack)
+
+    async def _close(self) -> None:
+        await self.env.close()
+        if self.sandbox is not None:
+            await self.parts.backend.close(self.sandbox.id)

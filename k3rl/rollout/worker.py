@@ -1,0 +1,187 @@
+"""A rollout worker: claims trajectories from the store and plays them side by side.
+
+It owns an engine and a sandbox backend and nothing else; all that must outlive it is in the store.
+It runs as a Ray actor or inside the controller's process, by the same code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+from k3rl.blobs import BlobStore
+from k3rl.config import Config
+from k3rl.envs import registry
+from k3rl.envs.base import ToolEnv
+from k3rl.errors import ConfigError, Fenced
+from k3rl.rollout.engine import RolloutEngine, SamplingLaw
+from k3rl.rollout.episode import Episode, EpisodeParts
+from k3rl.rollout.renderer import Renderer
+from k3rl.rollout.scripted import ScriptedEngine
+from k3rl.rollout.tokenizer import NanoTokenizer
+from k3rl.sandboxes.base import Capability, SandboxBackend, SandboxSpec
+from k3rl.sandboxes.factory import open_backend
+from k3rl.store.ledger import Ledger
+from k3rl.store.protocol import Claim, TrajectoryStore
+from k3rl.types import TrajectoryId
+
+CLAIM_WAIT_S = 0.25
+"""How long a claim waits for work; also how long a pause may have to wait for a claim."""
+
+
+class RolloutWorker:
+    """Plays up to `rollout.trajectories_per_worker` trajectories at once."""
+
+    def __init__(self, config: Config, store: TrajectoryStore) -> None:
+        """`store` is the service or a proxy to it."""
+        self.config, self.store = config, store
+        self._episodes: dict[TrajectoryId, Episode] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
+        self._is_paused = self._is_stopping = False
+        self._wake = asyncio.Event()
+        self._claiming = asyncio.Lock()
+
+    async def run(self, worker_id: str) -> None:
+        """Claim and play until `stop`. Raises what made it impossible to go on (StoreError)."""
+        backend, engine = make_backend(self.config), make_engine(self.config)
+        parts = EpisodeParts(
+            store=self.store,
+            engine=engine,
+            renderer=make_renderer(self.config),
+            backend=backend,
+            law=SamplingLaw(seed=self.config.seed),
+            ack_tokens=self.config.rollout.ack_tokens,
+            max_turns=self.config.harness.max_turns,
+            ledger=self._ledger(worker_id),
+        )
+        beat = asyncio.create_task(self._heartbeat(worker_id))
+        try:
+            while not self._is_stopping:
+                await self._claim_some(worker_id, parts)
+        finally:
+            beat.cancel()
+            await self._cancel_all()
+            await engine.aclose()
+            await backend.aclose()
+            if parts.ledger is not None:
+                parts.ledger.close()
+
+    async def pause(self) -> None:
+        """Stop claiming and give everything back as paused; returns when all is given back."""
+        self._is_paused = True
+        async with self._claiming:
+            pass
+        await asyncio.gather(*(episode.pause() for episode in self._episodes.values()))
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def resume(self) -> None:
+        """Claim again."""
+        self._is_paused = False
+        self._wake.set()
+
+    async def stop(self) -> None:
+        """End `run` after giving everything back."""
+        await self.pause()
+        self._is_stopping = True
+        self._wake.set()
+
+    async def _claim_some(self, worker_id: str, parts: EpisodeParts) -> None:
+        """Wait for a free slot, then for a claim, and start what was claimed."""
+        if self._failure is not None:
+            raise self._failure
+        capacity = self.config.rollout.trajectories_per_worker - len(self._episodes)
+        if self._is_paused or capacity <= 0:
+            self._wake.clear()
+            await self._wake.wait()
+            return
+        async with self._claiming:
+            holding = list(self._episodes)
+            claims = await self.store.claim(worker_id, capacity, holding, CLAIM_WAIT_S)
+            for claim in claims:
+                if claim.header.id in self._episodes:
+                    continue
+                if self._is_paused and claim.outcome is None:
+                    await self.store.pause(claim.header.id, claim.epoch)
+                else:
+                    self._start(claim, parts)
+
+    def _start(self, claim: Claim, parts: EpisodeParts) -> None:
+        env = make_env(self.config, claim.header.task.env_id)
+        episode = Episode(parts, env, sandbox_spec(self.config, env), claim)
+        self._episodes[episode.id] = episode
+        task = asyncio.create_task(self._play(episode))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _play(self, episode: Episode) -> None:
+        try:
+            await episode.run()
+        except Fenced:
+            # Another worker holds the trajectory now; what was sampled past its claim is void.
+            pass
+        except Exception as error:
+            self._failure = self._failure or error
+        finally:
+            self._episodes.pop(episode.id, None)
+            self._wake.set()
+
+    async def _cancel_all(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _heartbeat(self, worker_id: str) -> None:
+        """Renew the lease while every slot is busy and nothing else talks to the store."""
+        while True:
+            await asyncio.sleep(self.config.store.lease_ttl_s / 3)
+            await self.store.claim(worker_id, 0, list(self._episodes), 0.0)
+
+    def _ledger(self, worker_id: str) -> Ledger | None:
+        if not self.config.run.ledger:
+            return None
+        return Ledger(self.config.run_folder / "ledger" / f"{worker_id}.jsonl")
+
+
+def make_env(config: Config, env_id: str) -> ToolEnv:
+    """A fresh session of one of the config's environments."""
+    for env in config.envs:
+        if env.id == env_id:
+            return registry.make(env_id, **env.kwargs)
+    raise ConfigError(f"environment {env_id} is not in the config's envs")
+
+
+def sandbox_spec(config: Config, env: ToolEnv) -> SandboxSpec:
+    """What the environment asks for; running unconfined, as allowed, drops what it requires."""
+    if config.sandbox.backend == "process" and config.sandbox.allow_unconfined:
+        return replace(env.sandbox_spec, required=(Capability.SNAPSHOT,))
+    return env.sandbox_spec
+
+
+def make_renderer(config: Config) -> Renderer:
+    """The renderer of the config's policy."""
+    assert config.policy.tokenizer == "nano"
+    return Renderer(NanoTokenizer.shipped())
+
+
+def make_engine(config: Config) -> RolloutEngine:
+    """The config's engine."""
+    settings = config.engine
+    return ScriptedEngine(
+        make_renderer(config),
+        settings.policies,
+        registry.policy,
+        delta_tokens=settings.delta_tokens,
+        tokens_per_s=settings.tokens_per_s,
+    )
+
+
+def make_backend(config: Config) -> SandboxBackend:
+    """The config's sandbox backend over the run's blobs."""
+    folder = config.run_folder
+    scratch = Path(config.sandbox.scratch) if config.sandbox.scratch else folder / "scratch"
+    blobs = BlobStore(folder / "store" / "blobs")
+    settings = config.sandbox
+    return open_backend(settings.backend, blobs, scratch, settings.allow_unconfined)
