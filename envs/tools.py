@@ -1,0 +1,191 @@
+"""Tools are typed async Python functions; a bad call is answered to the policy, never raised.
+
+`Tool.of` reads the declaration off the function: its name, the first line of its docstring, and
+its parameters (str, int, float, bool; one with a default may be left out). `check_call` says what
+is wrong with a call; `run_call` carries out a good one. Only a failure of the infrastructure
+(`SandboxError`) or a bug in the tool itself leaves `run_call` as an exception.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import inspect
+import math
+import time
+import typing
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from k3rl.errors import EnvError
+from k3rl.sandboxes.base import ExecRequest, ExecResult, Sandbox, run
+from k3rl.types import (
+    JSON,
+    JsonObject,
+    ToolCall,
+    ToolRecord,
+    ToolResult,
+    ToolSpec,
+    ToolStatus,
+    digest_bytes,
+)
+
+RECORD_BYTES = 4096
+"""Most bytes of an output that a ToolRecord keeps; its digest covers all of them."""
+SHOWN_BYTES = 2048
+"""Most bytes per stream of a sandboxed command that the policy reads."""
+ECHO_CHARS = 40
+"""Most characters of a wrong name that an error repeats."""
+
+_JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolOutput:
+    """What a tool function returns when a plain str (status ok) is not enough."""
+
+    content: str
+    status: ToolStatus = ToolStatus.OK
+
+
+ToolFunction = Callable[..., Awaitable[str | ToolOutput]]
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A tool ready to be called."""
+
+    spec: ToolSpec
+    function: ToolFunction
+    deadline_s: float | None = None
+    """After it the function is cancelled and the policy reads a timeout. None: the function
+    bounds itself, as those do that give a sandboxed command its own deadline."""
+
+    @classmethod
+    def of(cls, function: ToolFunction, deadline_s: float | None = None) -> Tool:
+        """Declare `function` as a tool. Raises EnvError when its signature cannot be declared."""
+        return cls(_declare(function), function, deadline_s)
+
+
+def _declare(function: ToolFunction) -> ToolSpec:
+    name = getattr(function, "__name__", repr(function))
+    hints = typing.get_type_hints(function)
+    properties: JsonObject = {}
+    required = []
+    for parameter in inspect.signature(function).parameters.values():
+        kind = _JSON_TYPES.get(hints.get(parameter.name, object))
+        if kind is None or parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            raise EnvError(f"tool {name}: parameter {parameter}: use str, int, float or bool")
+        properties[parameter.name] = {"type": kind}
+        if parameter.default is inspect.Parameter.empty:
+            required.append(parameter.name)
+    description = (inspect.getdoc(function) or "").partition("\n")[0].removesuffix(".")
+    if not description:
+        raise EnvError(f"tool {name}: its docstring is its description and must not be empty")
+    schema = {"type": "object", "properties": properties, "required": required}
+    return ToolSpec(name, description, schema)
+
+
+def nearest(name: str, known: typing.Iterable[str]) -> str | None:
+    """The known name most like `name`; None only when nothing is known."""
+    close = difflib.get_close_matches(name[:ECHO_CHARS], list(known), n=1, cutoff=0.0)
+    return close[0] if close else None
+
+
+def check_call(tools: Mapping[str, Tool], call: ToolCall) -> str | None:
+    """What is wrong with a call, in one line for the policy; None when it may run."""
+    tool = tools.get(call.tool)
+    if tool is None:
+        return f"error: no tool {_echo(call.tool)}, nearest is {nearest(call.tool, tools)}"
+    if call.raw is not None:
+        return f"error: {call.tool}: arguments are not JSON"
+    schema = tool.spec.parameters
+    for name in schema["required"]:
+        if name not in call.arguments:
+            return f"error: {call.tool}: missing argument {name}"
+    for name, value in call.arguments.items():
+        if name not in schema["properties"]:
+            close = nearest(name, schema["properties"])
+            return f"error: {call.tool}: unknown argument {_echo(name)}, nearest is {close}"
+        problem = _check_value(value, schema["properties"][name]["type"])
+        if problem is not None:
+            return f"error: {call.tool}: {name} must be {problem}"
+    return None
+
+
+def _echo(name: str) -> str:
+    return name if len(name) <= ECHO_CHARS else name[:ECHO_CHARS] + "..."
+
+
+def _check_value(value: JSON, kind: str) -> str | None:
+    if kind == "string":
+        if not isinstance(value, str):
+            return "a string"
+        return None if value.isascii() or _is_unicode(value) else "valid Unicode"
+    if kind == "boolean":
+        return None if isinstance(value, bool) else "a boolean"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return "an integer" if kind == "integer" else "a number"
+    if kind == "integer":
+        return None if isinstance(value, int) else "an integer"
+    return None if math.isfinite(value) else "a finite number"
+
+
+def _is_unicode(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+async def run_call(tool: Tool, call: ToolCall) -> tuple[ToolResult, ToolRecord]:
+    """Carry out a call that `check_call` passed. Raises SandboxError on infrastructure failure."""
+    start = time.perf_counter()
+    limit = asyncio.timeout(tool.deadline_s)
+    try:
+        async with limit:
+            output = await tool.function(**call.arguments)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        output = _timeout(tool.deadline_s or 0.0)
+    if isinstance(output, str):
+        output = ToolOutput(output)
+    return answer(call, output, time.perf_counter() - start)
+
+
+def answer(
+    call: ToolCall, output: ToolOutput, wall_s: float = 0.0
+) -> tuple[ToolResult, ToolRecord]:
+    """The result that the policy reads and the record that replay compares."""
+    data = output.content.encode(errors="replace")
+    kept = data[:RECORD_BYTES].decode(errors="ignore")
+    result = ToolResult(call.tool, call.index, data.decode(), output.status)
+    return result, ToolRecord(call, output.status, kept, digest_bytes(data), wall_s)
+
+
+def _timeout(deadline_s: float) -> ToolOutput:
+    return ToolOutput(f"timeout after {deadline_s:g} s", ToolStatus.TIMEOUT)
+
+
+async def run_command(
+    sandbox: Sandbox, *argv: str, stdin: bytes = b"", deadline_s: float = 5.0
+) -> ExecResult:
+    """Run a command for a tool, its output bounded to what a policy may read."""
+    request = ExecRequest(argv, stdin, deadline_s, max_output_bytes=SHOWN_BYTES)
+    return await run(sandbox.backend, sandbox.id, request)
+
+
+def command_output(result: ExecResult, deadline_s: float = 5.0) -> ToolOutput:
+    """A finished command as a tool's output: stdout, then stderr if it failed.
+
+    What a command printed before its deadline depends on the machine's speed, so a timeout shows
+    nothing of it: replay stays exact.
+    """
+    if result.timed_out:
+        return _timeout(deadline_s)
+    failed = result.exit_code != 0
+    text = (result.stdout + (result.stderr if failed else b"")).decode(errors="replace")
+    text = text.rstrip("\n") or (f"exit status {result.exit_code}" if failed else "(no output)")
+    return ToolOutput(text, ToolStatus.ERROR if failed else ToolStatus.OK)
