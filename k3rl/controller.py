@@ -24,7 +24,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from k3rl import metrics
@@ -238,10 +238,13 @@ class Controller:
         finished = []
         for id, state in changes.items:
             known = self.trajectories.get(id)
-            if state is TrajectoryState.FINISHED and not (known and known.outcome):
-                trajectory = await self.store.get(id)
-                self._note(trajectory)
-                finished.append(trajectory)
+            if known and known.outcome:
+                continue
+            if state is TrajectoryState.FINISHED:
+                finished.append(await self.store.get(id))
+                self._note(finished[-1])
+            elif known:
+                self._note(replace(known, state=state))
         self.progress.num_finished += len(finished)
         self.progress.num_scored += sum(has_reward(t.outcome) for t in finished)
         self.progress.num_success += sum(is_success(t.outcome) for t in finished)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -19,6 +20,8 @@ from k3rl.controller import Controller, Summary, is_success
 from k3rl.controller import Progress as RunProgress
 from k3rl.errors import ConfigError
 from k3rl.types import OutcomeKind, Trajectory, TrajectoryState, digest_json
+
+FAULTS = (OutcomeKind.INFRA_FAULT, OutcomeKind.GRADER_FAULT)
 
 
 def train(
@@ -118,10 +121,12 @@ def run(settings: Config, console: Console) -> Summary:
 
 def report(settings: Config, summary: Summary, console: Console) -> None:
     """Print what was played, per environment, script and level."""
-    table = Table(title=f"{settings.run_folder}: {summary.num_iterations} iterations")
-    columns = ("environment", "level", "policy", "played", "success", "reward", "tokens", "turns")
-    for column in (*columns, "faults"):
-        table.add_column(column, justify="left" if column in columns[:3] else "right")
+    title = f"{settings.run_folder}: {summary.num_iterations} iterations"
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
+    columns = ("environment", "level", "policy", "played", "solved", "reward", "tokens", "turns")
+    for column in columns:
+        justify = "left" if column in columns[:3] else "right"
+        table.add_column(column, justify=justify, no_wrap=True)
     rows: dict[tuple[str, str, str], list[Trajectory]] = defaultdict(list)
     for trajectory in summary.trajectories:
         if trajectory.outcome is not None:
@@ -135,10 +140,12 @@ def report(settings: Config, summary: Summary, console: Console) -> None:
     unfinished = [t for t in summary.trajectories if t.outcome is None]
     paused = sum(t.state is TrajectoryState.PAUSED for t in unfinished)
     stats = summary.stats
+    outcomes = [t.outcome for t in summary.trajectories if t.outcome]
+    faults = sum(outcome.kind in FAULTS for outcome in outcomes)
     console.print(
         f"{stats.num_tokens} tokens stored, {len(unfinished)} trajectories unfinished"
-        f" ({paused} paused), {summary.num_restarts} worker restarts,"
-        f" {stats.num_index_rebuilds} index rebuilds, {summary.wall_s:.1f} s"
+        f" ({paused} paused), {faults} infrastructure faults,"
+        f" {summary.num_restarts} worker restarts, {stats.num_index_rebuilds} index rebuilds, {summary.wall_s:.1f} s"
     )
     if not summary.trains:
         console.print("algorithm: none - trajectories were played and stored, nothing was trained")
@@ -147,7 +154,6 @@ def report(settings: Config, summary: Summary, console: Console) -> None:
 def _cells(played: list[Trajectory]) -> list[str]:
     outcomes = [t.outcome for t in played if t.outcome]
     rewards = [outcome.reward for outcome in outcomes if outcome.reward is not None]
-    faults = sum(o.kind in (OutcomeKind.INFRA_FAULT, OutcomeKind.GRADER_FAULT) for o in outcomes)
     count = len(played)
 
     def mean(values: Iterable[float]) -> float:
@@ -159,5 +165,4 @@ def _cells(played: list[Trajectory]) -> list[str]:
         f"{sum(rewards) / max(len(rewards), 1):.2f}",
         f"{mean(t.num_tokens for t in played):.0f}",
         f"{mean(len(t.steps) - 1 for t in played):.1f}",
-        str(faults),
     ]

@@ -59,7 +59,7 @@ def show(
         line = f"outcome {found.outcome.kind} reward {found.outcome.reward}"
         console.print(line, found.outcome.reward_parts, found.outcome.detail, markup=False)
     if tokens:
-        ids = reader.read(Ref(found.id)).token_ids
+        ids = reader.read(Ref(found.id)).token_ids.tolist()
         text = make_renderer(settings).tokenizer.decode(ids)
         console.print(text, markup=False, highlight=False)
 

@@ -1,0 +1,101 @@
+"""The same run through Ray actors: 200 tasks, and processes killed in the middle."""
+
+import os
+from collections import Counter
+
+import pytest
+
+from k3rl.controller import is_success
+from k3rl.store.fsck import compare_ledger
+from k3rl.store.reader import StoreReader
+
+pytestmark = [pytest.mark.ray, pytest.mark.sandbox]
+RAY = ["cluster.backend=ray", "rollout.num_workers=2"]
+
+
+def successes(user, policies):
+    counts, wins = Counter(), Counter()
+    for trajectory in StoreReader(user.run_folder / "store").trajectories():
+        env, key = trajectory.header.task.env_id, trajectory.header.key
+        name = (env, policies[key.sample_index % len(policies)])
+        counts[name] += 1
+        wins[name] += is_success(trajectory.outcome)
+    return counts, wins
+
+
+def check_ledger(user):
+    comparison = compare_ledger(user.run_folder / "store", user.run_folder / "ledger")
+    assert comparison.is_exact, comparison.summary()
+    assert comparison.num_entries > 0
+
+
+def test_oracle_wins_and_null_loses_all_of_200_tasks_and_50_replay_identically(user):
+    policies = ["oracle", "null"]
+    user.train(*RAY, "engine.policies=[oracle, null]", "rollout.num_groups=440", timeout_s=600)
+    counts, wins = successes(user, policies)
+    assert len(counts) == 4
+    for (_, policy), count in counts.items():
+        assert count >= 200
+        assert policy in policies
+    assert all(wins[name] == (counts[name] if name[1] == "oracle" else 0) for name in counts)
+    check_ledger(user)
+    reader = StoreReader(user.run_folder / "store")
+    with_calls = [t.id for t in reader.trajectories() if any(s.calls for s in t.steps)]
+    chosen = with_calls[:: len(with_calls) // 50][:50]
+    assert len(chosen) == 50
+    out = user.run("replay", *chosen)
+    assert sum(line.endswith(": identical") and "calls:" in line and "step " not in line
+               for line in out.splitlines()) == 50  # fmt: skip
+
+
+def played_with_a_kill(user, tools, title, num_kills=1):
+    """Play 48 trajectories and SIGKILL processes titled `title` while they play."""
+    process = user.start(
+        "train", "e2e.yaml", *RAY, "rollout.num_groups=24", "engine.tokens_per_s=200",
+        "engine.delta_tokens=5", "rollout.ack_tokens=10",
+    )  # fmt: skip
+    ledger = user.run_folder / "ledger"
+    killed = []
+    for kill in range(num_kills):
+        lines = tools.wait_for(lambda: count_lines(ledger))
+        tools.wait_for(lambda seen=lines: count_lines(ledger) >= seen + 20)
+        victims = [p for p in tools.children_titled(process, title) if p.pid not in killed]
+        assert victims, f"nothing titled {title} at kill {kill}"
+        tools.kill(victims[0])
+        killed.append(victims[0].pid)
+        tools.wait_for(lambda pid=victims[0].pid: not is_alive(pid))
+    out = user.finish(process)
+    counts, wins = successes(user, ["oracle", "random"])
+    assert sum(counts.values()) == 48
+    assert all(wins[name] == counts[name] for name in counts if name[1] == "oracle")
+    check_ledger(user)
+    assert "0 lost" in user.run("traj", "fsck", "--ledger", str(ledger))
+    return out
+
+
+def count_lines(folder):
+    return sum(len(path.read_bytes().splitlines()) for path in folder.glob("*.jsonl"))
+
+
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def test_a_killed_rollout_worker_loses_and_duplicates_nothing(user, tools):
+    out = played_with_a_kill(user, tools, "ray::WorkerActor")
+    assert " 1 worker restarts" in out
+
+
+def test_a_killed_store_service_loses_and_duplicates_nothing(user, tools):
+    out = played_with_a_kill(user, tools, "ray::StoreActor")
+    assert " 0 worker restarts" in out
+
+
+@pytest.mark.slow
+def test_many_kills_of_both_in_one_run(user, tools):
+    played_with_a_kill(user, tools, "ray::StoreActor", num_kills=3)
