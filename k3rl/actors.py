@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import os
 from collections.abc import Awaitable, Callable
 from functools import cache
 from typing import Any, cast, get_type_hints
@@ -129,6 +130,10 @@ class WorkerActor:
 
         return await answer(work)
 
+    async def pid(self) -> int:
+        """The process this worker runs in."""
+        return os.getpid()
+
 
 class LearnerActor:
     """The learner slot."""
@@ -204,6 +209,10 @@ class RayWorker:
     async def stop(self) -> None:
         """End `run`."""
         await self._tell("stop")
+
+    async def pid(self) -> int:
+        """The process of the present actor, for tests and for `ps`."""
+        return cast(int, await self._actor.pid.remote())
 
     async def revive(self) -> None:
         """A new actor, unless somebody else has already made one."""

@@ -226,8 +226,8 @@ class Config(Section):
     def identity(self) -> str:
         """Digest of what must not change when a run is carried on."""
         plain = self.model_dump(mode="json")
-        kept = {key: plain[key] for key in ("seed", "policy", "engine", "envs", "harness")}
-        kept["levels"] = plain["intensity"]
+        kept = {key: plain[key] for key in ("seed", "policy", "envs", "harness", "intensity")}
+        kept["engine"] = [plain["engine"][key] for key in ("kind", "policies")]
         kept["groups"] = [plain["rollout"][key] for key in ("num_groups", "group_size", "split")]
         return digest_json(kept)
 

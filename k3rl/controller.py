@@ -22,7 +22,7 @@ import json
 import math
 import os
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
@@ -42,7 +42,6 @@ from k3rl.types import (
     TrajectoryId,
     TrajectoryKey,
     TrajectoryState,
-    philox,
 )
 
 T = TypeVar("T")
@@ -142,6 +141,8 @@ class Controller:
         self.groups: dict[tuple[str, int], _Group] = defaultdict(_Group)
         self.progress = Progress(0, config.run.iterations)
         self._cursor = 0
+        self._mix: list[str] = []
+        self._num_mixed: Counter[str] = Counter()
         self._incarnation: dict[str, int] = defaultdict(int)
 
     async def run(self) -> Summary:
@@ -208,10 +209,7 @@ class Controller:
 
     def _header(self, level: str, group: int, sample: int, attempt: int = 0) -> TrajectoryHeader:
         """Group g plays task g of its environment, at every level the same one."""
-        weights = [env.weight for env in self.config.envs]
-        shares = [weight / sum(weights) for weight in weights]
-        ids = [env.id for env in self.config.envs]
-        env = self.envs[str(philox(self.config.seed, "env", group).choice(ids, p=shares))]
+        env = self.envs[self._env_of(group)]
         task = env.task(self.config.rollout.split, self.config.curriculum.first_task + group)
         key = TrajectoryKey(self.config.run.name, task.key, level, group, sample, attempt)
         budget = self.config.intensity.budget_tokens.get(level)  # type: ignore[call-overload]
@@ -224,6 +222,16 @@ class Controller:
             capabilities=self.capabilities,
             iteration=self.progress.iteration,
         )
+
+    def _env_of(self, group: int) -> str:
+        """Each group goes to the environment furthest behind its share, so any prefix is mixed."""
+        total = sum(env.weight for env in self.config.envs)
+        while len(self._mix) <= group:
+            share = (len(self._mix) + 1) / total
+            behind = [e.weight * share - self._num_mixed[e.id] for e in self.config.envs]
+            self._mix.append(self.config.envs[behind.index(max(behind))].id)
+            self._num_mixed[self._mix[-1]] += 1
+        return self._mix[group]
 
     async def _wait_until_finished(self) -> list[Trajectory]:
         finished: list[Trajectory] = []

@@ -10,6 +10,7 @@ Array axes: T tokens of one context.
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -491,7 +492,8 @@ def encode(value: Any, cls: Any = None) -> bytes:
             return [lift(item) for item in node]
         return node
 
-    head = json.dumps(lift(_adapter(cast(Any, cls or type(value))).dump_python(value))).encode()
+    plain = lift(_adapter(cast(Any, cls or type(value))).dump_python(value))
+    head = json.dumps(plain, default=os.fspath).encode()
     return b"".join([struct.pack("<I", len(head)), head, *(a.tobytes() for a in arrays)])
 
 

@@ -1,8 +1,6 @@
 """Every engine against the contract."""
 
 import asyncio
-import importlib.util
-from pathlib import Path
 
 import pytest
 
@@ -12,12 +10,7 @@ from k3rl.rollout.renderer import Renderer
 from k3rl.rollout.scripted import ScriptedEngine
 from k3rl.rollout.tokenizer import NanoTokenizer
 from k3rl.types import Message, TrajectoryKey
-
-_spec = importlib.util.spec_from_file_location(
-    "engine_contract", Path(__file__).with_name("engine_contract.py")
-)
-contract = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(contract)
+from tests.rollout.engine_contract import CASES
 
 RENDERER = Renderer(NanoTokenizer.shipped())
 
@@ -40,7 +33,7 @@ def requests():
     return made
 
 
-@pytest.mark.parametrize("case", contract.CASES, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.__name__)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_engine(engine, case):
     asyncio.run(case(ENGINES[engine], requests()))

@@ -1,0 +1,153 @@
+"""Proxies carry contracts across processes: same behaviour, same errors, no pickle of ours."""
+
+import asyncio
+import os
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from k3rl import actors, errors
+from k3rl import config as configs
+from k3rl.controller import WorkerLost
+from k3rl.learner.protocol import Denominators, Learner
+from k3rl.store.protocol import TrajectoryStore
+from k3rl.store.redis_server import EmbeddedServer
+from tests.learner.test_learner_contract import DENOMINATORS, batch
+from tests.store.store_builders import service
+from tests.store.store_contract import CASES
+
+
+@pytest.fixture(scope="module")
+def valkey(tmp_path_factory):
+    server = EmbeddedServer(tmp_path_factory.mktemp("valkey"))
+    asyncio.run(server.start())
+    yield server.url
+    asyncio.run(server.stop())
+
+
+def proxied(store):
+    """A proxy whose calls and answers are bytes, without a process between."""
+
+    async def send(method, arguments):
+        assert all(type(argument) is bytes for argument in arguments)
+        reply = await actors.answer(lambda: actors.serve(TrajectoryStore, store, method, arguments))
+        assert type(reply) is bytes
+        return reply
+
+    return actors.Proxy(TrajectoryStore, send)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_the_store_contract_holds_through_a_proxy(case, tmp_path, valkey):
+    async def go():
+        async with service(tmp_path / "store", valkey) as store:
+            await asyncio.wait_for(case(proxied(store)), 30)
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.StoreError("disk full"),
+        errors.Fenced("epoch 3"),
+        errors.CorruptData("file", 7, "crc", "bad"),
+        errors.UserInputError("no"),
+        errors.CapabilityMissing("no_network"),
+    ],
+)
+def test_errors_arrive_as_what_they_were(error):
+    async def fail():
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        actors.result(asyncio.run(actors.answer(fail)))
+    assert str(caught.value) == str(error)
+    assert vars(caught.value) == vars(error)
+
+
+def test_an_error_that_is_not_ours_is_not_hidden():
+    async def fail():
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(actors.answer(fail))
+
+
+def test_a_proxy_has_the_contracts_methods_only():
+    proxy = proxied(SimpleNamespace())
+    assert isinstance(proxy, TrajectoryStore)
+    with pytest.raises(AttributeError):
+        _ = proxy.drop_everything
+    with pytest.raises(TypeError):
+        asyncio.run(proxy.pause("only one argument"))
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    ray.init(
+        num_cpus=2,
+        resources={"rollout": 1, "store": 2, "learner": 1},
+        include_dashboard=False,
+        object_store_memory=80 << 20,
+        log_to_driver=False,
+    )
+    yield
+    ray.shutdown()
+
+
+def config_in(folder, valkey):
+    (folder / "c.yaml").write_text("envs: [{id: k3rl/PythonMath-v0}]\n")
+    overrides = [f"run.folder={folder}", f"run.name={folder.name}", f"store.redis={valkey}"]
+    return configs.load(folder / "c.yaml", overrides)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("case", CASES[:4], ids=lambda case: case.__name__)
+def test_the_store_contract_holds_through_ray(case, tmp_path, valkey, cluster):
+    async def go():
+        handle = actors.start_store(config_in(tmp_path, valkey))
+        store = actors.store_proxy(handle)
+        await asyncio.wait_for(case(store), 60)
+        await store.aclose()
+        ray.kill(handle)
+
+    asyncio.run(go())
+
+
+@pytest.mark.ray
+def test_the_learner_slot_is_an_actor_that_says_it_trains_nothing(tmp_path, valkey, cluster):
+    async def go():
+        handle = actors.start_learner(config_in(tmp_path, valkey))
+        learner = await actors.learner_proxy(handle)
+        assert isinstance(learner, Learner)
+        assert (learner.trains, learner.policy_version) == (False, 0)
+        stats = await learner.forward_backward(batch(), DENOMINATORS)
+        assert stats.num_policy_tokens == 4
+        with pytest.raises(errors.UserInputError, match="denominators"):
+            await learner.forward_backward(batch(), Denominators(1, 1))
+        with pytest.raises(errors.ConfigError, match="algorithm: none"):
+            await learner.save(tmp_path)
+
+    asyncio.run(go())
+
+
+@pytest.mark.ray
+def test_a_lost_worker_is_told_and_revived_as_a_new_process(tmp_path, valkey, cluster):
+    async def go():
+        config = config_in(tmp_path, valkey)
+        store = actors.start_store(config)
+        worker = actors.RayWorker("w", config, store)
+        running = asyncio.create_task(worker.run("w-0"))
+        await worker.resume()
+        os.kill(await worker.pid(), 9)
+        with pytest.raises(WorkerLost):
+            await asyncio.wait_for(running, 60)
+        await asyncio.gather(worker.revive(), worker.revive())
+        again = asyncio.create_task(worker.run("w-1"))
+        await worker.stop()
+        await asyncio.wait_for(again, 60)
+        await actors.store_proxy(store).aclose()
+
+    asyncio.run(go())
