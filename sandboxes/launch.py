@@ -1,0 +1,356 @@
+"""Running one child process: its output as events, its deadline, and nothing left behind.
+
+`pump` is the one loop that both backends use. It reads only when its consumer asks for more, so a
+slow consumer slows the command through full pipes, while the deadline fires on its own. After a
+kill it goes on reading until the pipes are empty. Leaving it in any way (error, cancellation)
+kills and reaps the child before it returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import signal
+import subprocess
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from k3rl.errors import SandboxError
+from k3rl.sandboxes.base import ExecEvent, ExecExit, OutputChunk, SandboxLimits, Stream
+from k3rl.sandboxes.trees import Identity, write_all
+
+CHUNK_BYTES = 64 * 1024
+START_WAIT_S = 30.0
+"""How long bubblewrap may take to set a sandbox up."""
+DEATH_WAIT_S = 10.0
+"""How long killed processes may take to be gone before the sandbox counts as broken."""
+DRAIN_S = 0.2
+"""How long output is awaited after the command is gone, when something still holds the pipes."""
+ERROR_BYTES = 2048
+PRLIMIT = "/usr/bin/prlimit"
+
+
+def limited(limits: SandboxLimits, argv: Sequence[str], has_process_limit: bool) -> list[str]:
+    """`argv` behind util-linux prlimit, which exits with 127 when there is no such program.
+
+    The limits are set inside the sandbox's user namespace, where only the sandbox's own processes
+    count against the process limit (since Linux 5.14).
+    """
+    values = {
+        "nofile": limits.max_open_files,
+        "fsize": limits.max_file_bytes,
+        "as": limits.address_space_bytes,
+        "cpu": limits.cpu_s,
+        "core": 0,
+    }
+    if has_process_limit:
+        values["nproc"] = limits.max_processes
+    options = [f"--{name}={value}:{value}" for name, value in values.items()]
+    return [PRLIMIT, *options, "--", *argv]
+
+
+class Child(Protocol):
+    """A started child as `pump` sees it."""
+
+    stdout: int
+    stderr: int
+    exit_fds: list[int]
+    """Pid descriptors, readable when the command and what must die with it are gone."""
+
+    def kill(self) -> None:
+        """Kill the command and its descendants; any number of times."""
+        ...
+
+    def kill_rest(self) -> None:
+        """Kill what outlived the command."""
+        ...
+
+    def exit_code(self, stderr: bytes) -> int:
+        """Reap and tell the exit code. Raises SandboxError when the sandbox itself failed."""
+        ...
+
+    def destroy(self) -> None:
+        """Kill, reap and close everything; blocks for the milliseconds that dying takes."""
+        ...
+
+
+async def readable(fds: Collection[int], timeout_s: float | None) -> set[int]:
+    """Those of `fds` that can be read, at least one of them, or none after `timeout_s`."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[None] = loop.create_future()
+    ready: set[int] = set()
+
+    def mark(fd: int) -> None:
+        ready.add(fd)
+        wake()
+
+    def wake() -> None:
+        if not future.done():
+            future.set_result(None)
+
+    timer = None if timeout_s is None else loop.call_later(timeout_s, wake)
+    for fd in fds:
+        loop.add_reader(fd, mark, fd)
+    try:
+        await future
+    finally:
+        for fd in fds:
+            loop.remove_reader(fd)
+        if timer is not None:
+            timer.cancel()
+    return ready
+
+
+async def pump(child: Child, deadline_s: float) -> AsyncGenerator[ExecEvent, None]:
+    """The events of a started child, ExecExit last. Owns `child` and destroys it."""
+    loop = asyncio.get_running_loop()
+    start = loop.time()
+    is_late = False
+
+    def expire() -> None:
+        nonlocal is_late
+        is_late = True
+        child.kill()
+
+    timer = loop.call_later(max(deadline_s, 0.0), expire)
+    streams = {child.stdout: Stream.STDOUT, child.stderr: Stream.STDERR}
+    offsets = dict.fromkeys(Stream, 0)
+    running = set(child.exit_fds)
+    last_error = b""
+    try:
+        while streams or running:
+            patience = DRAIN_S if not running else DEATH_WAIT_S if is_late else None
+            if patience is None:
+                patience = max(start + deadline_s - loop.time(), 0.0) + DEATH_WAIT_S
+            ready = await readable([*streams, *running], patience)
+            if not ready:
+                if running:
+                    raise SandboxError(f"processes are still there {DEATH_WAIT_S} s after a kill")
+                break
+            for fd in ready & running:
+                running.discard(fd)
+                if not running:
+                    child.kill_rest()
+            for fd in ready & streams.keys():
+                stream = streams[fd]
+                data = os.read(fd, CHUNK_BYTES)
+                if not data:
+                    del streams[fd]
+                    continue
+                if stream is Stream.STDERR:
+                    last_error = (last_error + data)[-ERROR_BYTES:]
+                yield OutputChunk(stream, offsets[stream], data)
+                offsets[stream] += len(data)
+        timer.cancel()
+        code = None if is_late else child.exit_code(last_error)
+    finally:
+        timer.cancel()
+        child.destroy()
+    yield ExecExit(code, is_late, loop.time() - start)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How to start a child process."""
+
+    argv: Sequence[str]
+    environment: Mapping[str, str]
+    executable: Path | None = None
+    """When it is not argv[0]."""
+    folder: Path | None = None
+    identity: Identity | None = None
+
+
+class Pipes:
+    """A child process with a memory file as its input and two pipes as its output."""
+
+    def __init__(self, launch: Launch, stdin: bytes, pass_fds: Sequence[int] = ()) -> None:
+        """Starts it. Raises SandboxError when it cannot be started."""
+        self.stdout, out = os.pipe()
+        self.stderr, err = os.pipe()
+        source = memory_file(stdin)
+        self._open = [self.stdout, self.stderr]
+        who = launch.identity
+        try:
+            for handle in (out, err, source):
+                if who is not None:
+                    os.fchown(handle, who.uid, who.gid)  # so that /dev/stdout can be opened
+            self.process = subprocess.Popen(
+                launch.argv,
+                executable=launch.executable,
+                cwd=launch.folder,
+                env=launch.environment,
+                stdin=source,
+                stdout=out,
+                stderr=err,
+                pass_fds=pass_fds,
+                umask=0o022,
+                start_new_session=True,
+                user=None if who is None else who.uid,
+                group=None if who is None else who.gid,
+                extra_groups=None if who is None else [],
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            self.close_pipes()
+            raise SandboxError(f"{launch.executable or launch.argv[0]}: {error}") from error
+        finally:
+            for handle in (out, err, source):
+                os.close(handle)
+        self.exit_fds = [self.watch(self.process.pid)]
+
+    def watch(self, pid: int) -> int:
+        """A pid descriptor, closed with the pipes."""
+        handle = os.pidfd_open(pid)
+        self._open.append(handle)
+        return handle
+
+    def close_pipes(self) -> None:
+        """Close everything; any number of times."""
+        while self._open:
+            os.close(self._open.pop())
+
+    def await_death(self) -> None:
+        """Block until every watched process is gone, and reap the child."""
+        if not self._open:
+            return
+        poll = select.poll()
+        for handle in self.exit_fds:
+            poll.register(handle, select.POLLIN)
+            poll.poll(int(DEATH_WAIT_S * 1000))
+            poll.unregister(handle)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(DEATH_WAIT_S)
+
+
+class GroupChild(Pipes):
+    """An unconfined child in a process group of its own; whoever leaves the group survives."""
+
+    def kill(self) -> None:
+        """Kill the group. The leader is reaped only afterwards, so its number is still ours."""
+        if self.process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def kill_rest(self) -> None:
+        """Kill what outlived the leader in its group."""
+        self.kill()
+
+    def exit_code(self, stderr: bytes) -> int:
+        """128 + n after signal n."""
+        code = self.process.wait()
+        return code if code >= 0 else 128 - code
+
+    def destroy(self) -> None:
+        """Kill the group, reap the leader, close the pipes."""
+        self.kill()
+        self.await_death()
+        self.close_pipes()
+
+
+class BwrapChild(Pipes):
+    """A command under bubblewrap; its processes die with their pid namespace.
+
+    bubblewrap writes JSON lines: the pid of the namespace's init as soon as it is cloned, and the
+    exit code only when the command was really executed. No exit code means that the sandbox
+    failed, whatever the command printed.
+    """
+
+    def __init__(self, launch: Launch, options: Sequence[str], stdin: bytes) -> None:
+        """Starts bubblewrap with `options`, which travel in a memory file, and holds it back."""
+        self.status, status = os.pipe()
+        block, self.release = os.pipe()
+        arguments = memory_file(b"".join(os.fsencode(word) + b"\0" for word in options))
+        fds = {"--args": arguments, "--json-status-fd": status, "--block-fd": block}
+        flags = [word for name, fd in fds.items() for word in (name, str(fd))]
+        argv = ["bwrap", *flags, "--", *launch.argv]
+        started = Launch(argv, {}, launch.executable, launch.folder, launch.identity)
+        self._reports = b""
+        try:
+            super().__init__(started, stdin, tuple(fds.values()))
+        except BaseException:
+            os.close(self.status)
+            os.close(self.release)
+            raise
+        finally:
+            for handle in fds.values():
+                os.close(handle)
+        self._open += [self.status, self.release]
+
+    async def start(self) -> None:
+        """Let the command run. Raises SandboxError, with everything closed, when it cannot."""
+        try:
+            while b"}" not in self._reports:
+                ready = await readable([self.status], START_WAIT_S)
+                if not ready:
+                    raise SandboxError(f"bwrap did not start within {START_WAIT_S} s")
+                data = os.read(self.status, CHUNK_BYTES)
+                if not data:
+                    raise SandboxError(f"bwrap failed: {self._complaint()}")
+                self._reports += data
+            try:
+                self.exit_fds.append(self.watch(self._report()["child-pid"]))
+            except ProcessLookupError:
+                raise SandboxError(f"bwrap failed: {self._complaint()}") from None
+            with suppress(BrokenPipeError):  # then the missing exit code tells
+                os.write(self.release, b"x")
+        except BaseException:
+            self.destroy()
+            raise
+
+    def kill(self) -> None:
+        """Kill the namespace's init, and with it every process inside, and bubblewrap."""
+        for handle in self.exit_fds if self._open else ():
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+
+    def kill_rest(self) -> None:
+        """Nothing can outlive the namespace's init."""
+
+    def exit_code(self, stderr: bytes) -> int:
+        """The command's, as bubblewrap reported it."""
+        self.process.wait()
+        while data := os.read(self.status, CHUNK_BYTES):
+            self._reports += data
+        code = self._report().get("exit-code")
+        if code is None:
+            text = stderr.decode(errors="replace").strip().splitlines()
+            raise SandboxError(f"bwrap failed: {text[-1] if text else 'it was killed'}")
+        return int(code)
+
+    def destroy(self) -> None:
+        """Kill everything, reap bubblewrap, close everything."""
+        if self._open:
+            self.kill()
+            self.await_death()
+            self.close_pipes()
+
+    def _report(self) -> dict[str, int]:
+        merged: dict[str, int] = {}
+        for line in self._reports.splitlines():
+            merged |= json.loads(line)
+        return merged
+
+    def _complaint(self) -> str:
+        self.process.wait()
+        os.set_blocking(self.stderr, False)
+        text = ""
+        with suppress(BlockingIOError):
+            text = os.read(self.stderr, CHUNK_BYTES).decode(errors="replace").strip()
+        return text.replace("\n", "; ") or f"exit code {self.process.returncode}, nothing said"
+
+
+def memory_file(data: bytes) -> int:
+    """An open, unnamed file that holds `data`, positioned at its start."""
+    handle = os.memfd_create("k3rl")
+    try:
+        write_all(handle, data)
+        os.lseek(handle, 0, os.SEEK_SET)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
