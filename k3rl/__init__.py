@@ -1,6 +1,6 @@
 """k3rl: agentic RL post-training for the Kimi K3 model family.
 
-Importing the package loads the leaves and `register`, nothing heavy: no torch, no Ray, no gymnasium.
+Importing it loads the leaves and `register`, nothing heavy: no torch, no Ray, no gymnasium.
 """
 
 from k3rl.envs.registry import register

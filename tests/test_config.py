@@ -42,7 +42,7 @@ def test_root_has_the_sections_of_the_design():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("rollout: {num_grops: 3}", "num_grops: unknown key; nearest valid key: rollout.num_groups"),
+        ("rollout: {num_grops: 3}", "unknown key; nearest valid key: rollout.num_groups"),
         ("rolout: {}", "rolout: unknown key; nearest valid key: rollout"),
         ("rollout: {group_size: four}", "rollout.group_size: Input should be a valid integer"),
         ("seed: 1.5", "seed: Input should be a valid integer, got 1.5"),

@@ -108,6 +108,16 @@ def test_import_arrows_hold(path: Path) -> None:
         assert dotted & allowed, f"{room} may not import k3rl.{'.'.join(rest)}"
 
 
+@pytest.mark.parametrize("path", source_files(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_nothing_loads_pickles_by_the_back_door(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+            assert getattr(node.value, "value", True) is False
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            called = f"{node.value.id}.{node.attr}"
+            assert called not in {"torch.load", "torch.save", "pd.read_pickle", "joblib.load"}
+
+
 def test_arrow_check_can_fail(tmp_path: Path) -> None:
     bad = ROOT / "k3rl" / "store" / "protocol.py"
     assert room_of(bad) == "store"

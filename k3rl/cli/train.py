@@ -125,8 +125,8 @@ def report(settings: Config, summary: Summary, console: Console) -> None:
     table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
     columns = ("environment", "level", "policy", "played", "solved", "reward", "tokens", "turns")
     for column in columns:
-        justify = "left" if column in columns[:3] else "right"
-        table.add_column(column, justify=justify, no_wrap=True)
+        is_name = column in columns[:3]
+        table.add_column(column, justify="left" if is_name else "right", no_wrap=True)
     rows: dict[tuple[str, str, str], list[Trajectory]] = defaultdict(list)
     for trajectory in summary.trajectories:
         if trajectory.outcome is not None:
@@ -145,7 +145,8 @@ def report(settings: Config, summary: Summary, console: Console) -> None:
     console.print(
         f"{stats.num_tokens} tokens stored, {len(unfinished)} trajectories unfinished"
         f" ({paused} paused), {faults} infrastructure faults,"
-        f" {summary.num_restarts} worker restarts, {stats.num_index_rebuilds} index rebuilds, {summary.wall_s:.1f} s"
+        f" {summary.num_restarts} worker restarts, {stats.num_index_rebuilds} index rebuilds,"
+        f" {summary.wall_s:.1f} s"
     )
     if not summary.trains:
         console.print("algorithm: none - trajectories were played and stored, nothing was trained")

@@ -35,6 +35,10 @@ def test_a_run_can_be_played_looked_at_checked_and_replayed(user):
     metrics = [json.loads(line) for line in (user.run_folder / "metrics.jsonl").open()]
     assert metrics[0]["rollout/num_finished"] == 8
     assert list((user.run_folder / "tensorboard").iterdir())
+    for path in user.run_folder.rglob("*"):
+        if path.is_file():
+            head = path.read_bytes()[:2]
+            assert not (head[:1] == b"\x80" and head[1:] in b"\2\3\4\5"), f"{path}: a pickle"
 
 
 def test_dry_run_prints_the_resolved_config_and_starts_nothing(user):

@@ -1,0 +1,108 @@
+"""The store against the ledgers: every acknowledgement stored exactly once, and nothing else."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from k3rl.store.ledger import read_ledgers
+from k3rl.store.protocol import Ack
+from k3rl.store.reader import StoreReader
+from k3rl.store.tokens import Tokens, content_hash
+from k3rl.types import TrajectoryId
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Tokens [start, end) of a context."""
+
+    id: TrajectoryId
+    context: int
+    start: int
+    end: int
+
+
+@dataclass(slots=True)
+class LedgerReport:
+    """Where store and ledgers disagree."""
+
+    num_entries: int = 0
+    num_trajectories: int = 0
+    num_tokens: int = 0
+    """Acknowledged tokens in the store."""
+    lost: list[Range] = field(default_factory=list)
+    """In a ledger, not in the store."""
+    unknown: list[Range] = field(default_factory=list)
+    """In the store, in no ledger."""
+    duplicated: list[Range] = field(default_factory=list)
+    """Acknowledged twice with different bounds or content."""
+    mismatched: list[Range] = field(default_factory=list)
+    """In both, with different content."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the ledger tiles the store."""
+        return not (self.lost or self.unknown or self.duplicated or self.mismatched)
+
+    def summary(self) -> str:
+        """One line."""
+        names = ("lost", "duplicated", "mismatched", "unknown")
+        counts = ", ".join(f"{len(getattr(self, name))} {name}" for name in names)
+        return (
+            f"ledger: {counts}; {self.num_entries} acknowledgements, {self.num_tokens} tokens, "
+            f"{self.num_trajectories} trajectories"
+        )
+
+
+def compare_ledger(root: Path, ledger_dir: Path) -> LedgerReport:
+    """Compare a store root with the ledgers of all its writers.
+
+    The entries of a trajectory must tile what it stores itself, from the branch point on, tokens of
+    an unfinished step included, and each hash must be that of the stored tokens.
+    """
+    reader = StoreReader(root)
+    acks = read_ledgers(ledger_dir)
+    report = LedgerReport(num_entries=len(acks))
+    entries: dict[tuple[TrajectoryId, int], list[Ack]] = defaultdict(list)
+    for ack in acks:
+        entries[ack.id, ack.context].append(ack)
+    for record in reader.state.live.records.values():
+        report.num_trajectories += 1
+        for context in record.contexts:
+            base, tokens = reader.read_acknowledged(record.id, context)
+            report.num_tokens += len(tokens.token_ids)
+            found = entries.pop((record.id, context), [])
+            _compare(report, record.id, context, base, tokens, found)
+    report.lost.extend(_range(ack) for rest in entries.values() for ack in rest)
+    return report
+
+
+def _compare(
+    report: LedgerReport,
+    id: TrajectoryId,
+    context: int,
+    base: int,
+    tokens: Tokens,
+    entries: list[Ack],
+) -> None:
+    end, at = base + len(tokens.token_ids), base
+    for ack in sorted(entries, key=lambda ack: (ack.offset, ack.count)):
+        if ack.offset + ack.count > end or ack.offset < base:
+            report.lost.append(_range(ack))
+            continue
+        if ack.offset < at:
+            report.duplicated.append(_range(ack))
+            continue
+        if ack.offset > at:
+            report.unknown.append(Range(id, context, at, ack.offset))
+        at = ack.offset + ack.count
+        low, high = ack.offset - base, at - base
+        if content_hash(tokens, low, high) != ack.content_hash:
+            report.mismatched.append(_range(ack))
+    if at < end:
+        report.unknown.append(Range(id, context, at, end))
+
+
+def _range(ack: Ack) -> Range:
+    return Range(ack.id, ack.context, ack.offset, ack.offset + ack.count)

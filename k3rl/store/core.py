@@ -1,0 +1,306 @@
+"""The engine room of the service: one change at a time per trajectory, sealing, reading.
+
+decide (LiveState) -> journal (group commit) -> apply (StoreState) -> answer
+                                                |
+                                                +-> IndexMirror: Redis follows
+finished trajectories -> seal -> Parquet + manifest record -> journal files go
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from k3rl.blobs import BlobStore, fsync_folder
+from k3rl.errors import CorruptData, StoreError
+from k3rl.store.events import Event, FileStart, Finished, VersionRow
+from k3rl.store.index import LiveIndex
+from k3rl.store.journal import FILE_BYTES, Journal, JournalWriter, Place
+from k3rl.store.live import LiveState
+from k3rl.store.mirror import IndexMirror
+from k3rl.store.protocol import UpdateRow
+from k3rl.store.recovery import RootLock, next_service_epoch, recover
+from k3rl.store.sealing import MAX_BATCH_TOKENS, seal
+from k3rl.store.state import StoreState
+from k3rl.store.tokens import FIELDS, TokenFiles, Tokens
+from k3rl.types import TokenFrame, TrajectoryId
+
+LEASE_TTL_S = 60.0
+"""A worker that neither claims nor writes for so long is taken for dead."""
+SEAL_TOKENS = 2_000_000
+"""Finished tokens in the journal that start a round of sealing."""
+READ_ATTEMPTS = 5
+"""A read whose journal file was sealed under its hands looks again."""
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+class Signal:
+    """Wakes everybody who waits. Arm before looking, so that no wake-up is missed."""
+
+    def __init__(self) -> None:
+        """Nobody waits."""
+        self._event = asyncio.Event()
+
+    def wake(self) -> None:
+        """Wake whoever armed before."""
+        self._event.set()
+        self._event = asyncio.Event()
+
+    def arm(self) -> Callable[[float], Awaitable[None]]:
+        """A function that waits up to so many seconds for a `wake` from now on."""
+        event = self._event
+
+        async def wait(timeout_s: float) -> None:
+            try:
+                await asyncio.wait_for(event.wait(), timeout_s)
+            except TimeoutError:
+                return
+
+        return wait
+
+
+class StoreCore:
+    """What `StoreService` is built on; see there."""
+
+    def __init__(
+        self,
+        root: Path,
+        blobs: BlobStore,
+        index: LiveIndex,
+        *,
+        lease_ttl_s: float = LEASE_TTL_S,
+        seal_tokens: int = SEAL_TOKENS,
+        journal_file_bytes: int = FILE_BYTES,
+    ) -> None:
+        """Touches nothing yet. `index` is opened and closed with the store."""
+        self.root = Path(root)
+        self._blobs = blobs
+        self._index = index
+        self._lease_ttl_s = lease_ttl_s
+        self._seal_tokens = seal_tokens
+        self._journal_file_bytes = journal_file_bytes
+        self._is_open = False
+        self._turns: dict[TrajectoryId, asyncio.Future[None]] = {}
+        self._seen: dict[str, float] = {}
+        self._waiting: Counter[str] = Counter()
+        self._work, self._changed = Signal(), Signal()
+        self._seal_lock = asyncio.Lock()
+        self._seal_wanted = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def open(self) -> None:
+        """Lock the root, recover, fill the index. Raises StoreError, CorruptData, SchemaTooNew."""
+        lock = await asyncio.to_thread(RootLock, self.root)
+        mirror: IndexMirror | None = None
+        try:
+            self._state: StoreState = await asyncio.to_thread(recover, self.root, True)
+            self._live: LiveState = self._state.live
+            self._files = TokenFiles(self.root, lambda path: self._state.manifest.files[path])
+            self._mirror = mirror = IndexMirror(self._index, self._live)
+            await mirror.open()
+            self._journal = Journal(await asyncio.to_thread(self._writer))
+        except BaseException:
+            if mirror is not None:
+                await mirror.aclose()
+            lock.release()
+            raise
+        self._lock = lock
+        self._state.usage.setdefault(self._journal.current_file, set())
+        self._seen = dict.fromkeys(self._live.workers(), time.monotonic())
+        self._is_open = True
+        self._spawn(self._reap_silent())
+        self._spawn(self._seal_when_wanted())
+
+    async def aclose(self) -> None:
+        """Seal what is finished, stop, and leave the files complete. Closing twice is fine."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._work.wake()
+        self._changed.wake()
+        try:
+            await self._journal.flush()
+            if self._journal.error is None:
+                await self._seal()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._journal.aclose()
+            await self._mirror.aclose()
+            self._lock.release()
+
+    async def reap(self, worker_id: str) -> list[TrajectoryId]:
+        """Fence a dead worker's claims and queue them at the front."""
+        self._check_open()
+        held = self._live.held_by(worker_id)
+        moved = await self._move(held, lambda id: self._live.reap(id, worker_id))
+        await self._mirror.take_over(worker_id, moved)
+        self._work.wake()
+        return moved
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise StoreError(f"{self.root}: the store is closed")
+
+    async def _write(self, id: TrajectoryId, decide: Callable[[], tuple[Event | None, T]]) -> T:
+        """Decide in the trajectory's turn, journal the event if there is one, then answer.
+
+        Turns form a chain of futures, so whoever is cancelled neither breaks nor jumps the queue.
+        """
+        self._check_open()
+        ahead = self._turns.get(id)
+        mine = self._turns[id] = asyncio.get_running_loop().create_future()
+        end_turn = partial(self._end_turn, id, mine)
+        try:
+            if ahead is not None:
+                await asyncio.shield(ahead)
+        except asyncio.CancelledError:
+            if ahead is not None:
+                ahead.add_done_callback(end_turn)
+            raise
+        try:
+            self._check_open()
+            self._is_alive(id)
+            event, answer = decide()
+            if event is None:
+                end_turn()
+                return answer
+            future = self._journal.submit(event, partial(self._apply, event))
+        except BaseException:
+            end_turn()
+            raise
+        future.add_done_callback(end_turn)
+        await asyncio.shield(future)
+        return answer
+
+    def _end_turn(self, id: TrajectoryId, mine: asyncio.Future[None], _: Any = None) -> None:
+        if not mine.done():
+            mine.set_result(None)
+        if self._turns.get(id) is mine:
+            del self._turns[id]
+
+    def _is_alive(self, id: TrajectoryId) -> None:
+        """A write on a claimed trajectory is a sign of life of the worker that holds it."""
+        record = self._live.records.get(id)
+        if record is not None and record.worker_id is not None:
+            self._seen[record.worker_id] = time.monotonic()
+
+    async def _record(self, row: UpdateRow | VersionRow) -> None:
+        await asyncio.shield(self._journal.submit(row, partial(self._apply, row)))
+
+    def _apply(self, event: Event, sequence: int, place: Place) -> None:
+        """The event is durable: from here on it is visible."""
+        self._state.apply(event, sequence, place)
+        if isinstance(event, UpdateRow | VersionRow | FileStart):
+            return
+        self._mirror.mark(event.id)
+        self._changed.wake()
+        if isinstance(event, Finished) and self._state.unsealed_tokens >= self._seal_tokens:
+            self._seal_wanted.set()
+
+    async def _move(
+        self, ids: list[TrajectoryId], decide: Callable[[TrajectoryId], Event | None]
+    ) -> list[TrajectoryId]:
+        """Journal a move to the front for each, the last one first, so that they keep order."""
+
+        def decided(id: TrajectoryId) -> tuple[Event | None, bool]:
+            event = decide(id)
+            return event, event is not None
+
+        backwards = ids[::-1]
+        moves = [self._write(id, partial(decided, id)) for id in backwards]
+        moved = await asyncio.gather(*moves)
+        return [id for id, was in zip(backwards, moved, strict=True) if was][::-1]
+
+    async def _load(
+        self,
+        id: TrajectoryId,
+        context: int,
+        start: int,
+        end: int,
+        fields: tuple[str, ...] = FIELDS,
+        acked: bool = False,
+    ) -> Tokens:
+        for _ in range(READ_ATTEMPTS):
+            pieces = self._live.pieces(id, context, start, end, acked)
+            try:
+                return await asyncio.to_thread(self._files.load, pieces, fields)
+            except FileNotFoundError as error:
+                missing = str(error.filename)
+        raise CorruptData(missing, 0, "file", "holds tokens but is missing")
+
+    async def _context_frame(self, id: TrajectoryId) -> TokenFrame | None:
+        """All acknowledged tokens of the present context; None when there are none."""
+        record = self._live.record(id)
+        number, epoch = record.context_number, record.epoch
+        end = record.contexts[number].acked
+        if end == 0:
+            return None
+        tokens = await self._load(id, number, 0, end, acked=True)
+        return TokenFrame(id, epoch, 0, *tokens, context=number)
+
+    async def _seal(self, pin: bool = False) -> None:
+        """Seal what has finished so far, in rounds; the last record is pinned when asked."""
+        async with self._seal_lock:
+            state, target = self._state, self._state.last_sequence
+            while state.has_unsealed(target):
+                low_water, through = await self._journal.rotate()
+                state.usage.setdefault(self._journal.current_file, set())
+                batch = state.batch(low_water, through, MAX_BATCH_TOKENS)
+                draft = replace(state.seal_record(batch), is_pinned=pin)
+                record, extents = await asyncio.to_thread(
+                    seal, self.root, state.manifest, self._files, batch, draft
+                )
+                gone = state.sealed(batch, record, extents)
+                self._files.forget(gone)
+                await asyncio.to_thread(_delete, self.root / "journal", gone)
+            if pin and not state.manifest.head.is_pinned:
+                pinned = replace(state.next_record(), is_pinned=True)
+                state.manifest.take(await asyncio.to_thread(state.manifest.write, pinned))
+
+    async def _seal_when_wanted(self) -> None:
+        while True:
+            await self._seal_wanted.wait()
+            self._seal_wanted.clear()
+            try:
+                await self._seal()
+            except StoreError as error:
+                _log.error("sealing failed, tokens stay in the journal: %s", error)
+
+    async def _reap_silent(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease_ttl_s / 4)
+            oldest = time.monotonic() - self._lease_ttl_s
+            for worker_id in self._live.workers():
+                if self._waiting[worker_id] <= 0 and self._seen.get(worker_id, 0.0) < oldest:
+                    ids = await self.reap(worker_id)
+                    _log.warning("worker %s is silent: reaped %d claims", worker_id, len(ids))
+
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _writer(self) -> JournalWriter:
+        return JournalWriter(
+            self.root / "journal",
+            next_service_epoch(self.root),
+            self._state.last_sequence + 1,
+            self._journal_file_bytes,
+        )
+
+
+def _delete(folder: Path, names: list[str]) -> None:
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+    fsync_folder(folder)

@@ -1,0 +1,76 @@
+"""What workers write down outside the store: one line per acknowledgement, synced.
+
+The ledger judges the store: whatever is in it must be stored, exactly once, with the same content.
+A line is JSON {"id", "context", "offset", "count", "hash"}. Noting an acknowledgement twice (a
+resumed worker repeats those it was handed) does no harm.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+
+from k3rl.blobs import fsync_folder
+from k3rl.errors import CorruptData
+from k3rl.store.protocol import Ack
+
+
+class Ledger:
+    """One worker's file, for append. Safe to use from several threads of one process."""
+
+    def __init__(self, path: Path) -> None:
+        """Makes the file; a line that a kill cut short is cut off."""
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._guard = threading.Lock()
+        data = self.path.read_bytes()
+        os.ftruncate(self._handle, data.rfind(b"\n") + 1)
+        fsync_folder(self.path.parent)
+
+    def write(self, ack: Ack) -> None:
+        """Note an acknowledgement durably, before the worker goes on."""
+        line = {
+            "id": ack.id,
+            "context": ack.context,
+            "offset": ack.offset,
+            "count": ack.count,
+            "hash": ack.content_hash,
+        }
+        data = json.dumps(line).encode() + b"\n"
+        with self._guard:
+            os.write(self._handle, data)
+            os.fdatasync(self._handle)
+
+    def close(self) -> None:
+        """Close the file; closing twice is fine."""
+        with self._guard:
+            if self._handle >= 0:
+                os.close(self._handle)
+                self._handle = -1
+
+
+def read_ledgers(folder: Path) -> set[Ack]:
+    """All acknowledgements in the `*.jsonl` files of a folder, each once.
+
+    A last line without its end was never noted. Raises CorruptData for any other bad line.
+    """
+    acks: set[Ack] = set()
+    for path in sorted(Path(folder).glob("*.jsonl")):
+        offset = 0
+        for line in path.read_bytes().splitlines(keepends=True):
+            if line.endswith(b"\n"):
+                acks.add(_parse(path, offset, line))
+            offset += len(line)
+    return acks
+
+
+def _parse(path: Path, offset: int, line: bytes) -> Ack:
+    try:
+        found = json.loads(line)
+        context, offset, count = (int(found[name]) for name in ("context", "offset", "count"))
+        return Ack(str(found["id"]), context, offset, count, str(found["hash"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptData(str(path), offset, "line", f"not a ledger line: {error}") from None

@@ -1,0 +1,360 @@
+"""What the store knows of its trajectories: a plain state machine, no I/O, no tokens.
+
+It works in two halves. The *decide* methods (`begin`, `claim`, `append`, `commit`, ...) check a
+request against the present state and return the event to journal, or None when the same request
+was granted before. `apply` folds an event that is durable into the state; it is the only thing that
+changes it, so a replay of the journal gives the same state as the run that wrote it.
+
+Invariants: offsets of a context's extents are gapless from its base; committed <= acknowledged;
+a step, its environment tokens and its snapshot appear in one `apply`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from k3rl.errors import Fenced, StoreError
+from k3rl.store.events import (
+    Begun,
+    BranchStart,
+    Claimed,
+    Finished,
+    Paused,
+    Reaped,
+    Requeued,
+    StepCommitted,
+    TrajectoryEvent,
+)
+from k3rl.store.journal import Place
+from k3rl.store.protocol import Ack, StepFrame
+from k3rl.store.record import Piece, TrajectoryRecord
+from k3rl.store.rules import (
+    ack_of,
+    check_active,
+    check_arrays,
+    check_authors,
+    check_offset,
+    check_step,
+    known,
+    known_step,
+    same,
+)
+from k3rl.types import (
+    Author,
+    LineageKind,
+    Outcome,
+    ParentRef,
+    Snapshot,
+    Step,
+    TokenFrame,
+    Trajectory,
+    TrajectoryHeader,
+    TrajectoryId,
+    TrajectoryState,
+)
+
+ACTIVE, PAUSED = TrajectoryState.ACTIVE, TrajectoryState.PAUSED
+FINISHED, QUEUED = TrajectoryState.FINISHED, TrajectoryState.QUEUED
+
+
+class LiveState:
+    """All trajectories, snapshots and the work queue."""
+
+    def __init__(self) -> None:
+        """Empty."""
+        self.records: dict[TrajectoryId, TrajectoryRecord] = {}
+        self.snapshots: dict[str, Snapshot] = {}
+        self.queue: OrderedDict[TrajectoryId, None] = OrderedDict()
+        self.changed: OrderedDict[TrajectoryId, int] = OrderedDict()
+        """Sequence of each trajectory's last change of state, oldest first."""
+        self._held: dict[str, dict[TrajectoryId, None]] = {}
+
+    # Decide
+
+    def begin(self, header: TrajectoryHeader, start: BranchStart | None = None) -> Begun | None:
+        """A new trajectory; None when it exists with the same header and start."""
+        known = self.records.get(header.id)
+        if known is None:
+            if start is None and header.parent and header.parent.kind is LineageKind.BRANCH:
+                raise StoreError(f"trajectory {header.id}: a branch is begun with `branch`")
+            return Begun(header, start)
+        if not same(known.header, header) or known.start != start:
+            raise StoreError(f"trajectory {header.id} exists with another header")
+        return None
+
+    def branch_start(self, parent: ParentRef) -> BranchStart:
+        """Where a child of `parent` begins; its policy tokens are for the caller to count."""
+        record = self.record(parent.id)
+        steps = self.steps(parent.id)
+        low, high = self._branch_range(record, steps, parent)
+        if not low <= parent.token_offset <= high:
+            raise StoreError(
+                f"trajectory {parent.id}: branch at token {parent.token_offset} is outside step "
+                f"{parent.step} [{low}, {high}]"
+            )
+        before = [s.snapshot_after for s in steps[: parent.step] if s.snapshot_after]
+        return BranchStart(
+            context=parent.context,
+            token_offset=parent.token_offset,
+            committed=low,
+            step=parent.step,
+            num_tokens_before=sum(self.end(parent.id, c) for c in range(parent.context)),
+            num_policy_tokens=0,
+            num_policy_tokens_pending=0,
+            snapshot_id=before[-1] if before else None,
+        )
+
+    def _branch_range(
+        self, record: TrajectoryRecord, steps: tuple[Step, ...], parent: ParentRef
+    ) -> tuple[int, int]:
+        if parent.step < len(steps):
+            step = steps[parent.step]
+            context, low, high = step.context, step.token_start, step.token_end
+        elif parent.step == len(steps):
+            context = record.context_number
+            low = max([s.token_end for s in steps if s.context == context], default=0)
+            high = self.end(record.id, context)
+        else:
+            raise StoreError(f"trajectory {record.id} has no committed step {parent.step}")
+        if context != parent.context:
+            raise StoreError(
+                f"trajectory {record.id}: step {parent.step} is in context {context}, "
+                f"not {parent.context}"
+            )
+        return low, high
+
+    def claim(self, id: TrajectoryId, worker_id: str) -> Claimed | None:
+        """Hand it to a worker; None when it is neither queued nor the worker's already."""
+        record = self.records.get(id)
+        if record is None or not (id in self.queue or record.worker_id == worker_id):
+            return None
+        return Claimed(id, record.epoch + 1, worker_id)
+
+    def append(self, frame: TokenFrame) -> tuple[TokenFrame | None, Ack]:
+        """Policy tokens; the frame is None when it was acknowledged before."""
+        record = self._fenced(frame.id, frame.epoch)
+        check_arrays(frame)
+        before = known(record, frame)
+        if before is not None:
+            return None, before
+        check_active(record)
+        check_authors(frame, Author.POLICY)
+        check_offset(record, frame)
+        return (frame if len(frame.token_ids) else None), ack_of(frame)
+
+    def commit(
+        self, id: TrajectoryId, epoch: int, frame: StepFrame
+    ) -> tuple[StepCommitted | None, list[Ack]]:
+        """A step; the event is None when it was committed before."""
+        record = self._fenced(id, epoch)
+        step, tokens = frame.step, frame.tokens
+        if tokens is not None:
+            if (tokens.id, tokens.epoch, tokens.context) != (id, epoch, step.context):
+                raise StoreError(f"trajectory {id}: step {step.index} carries tokens of another")
+            check_arrays(tokens)
+        if step.index < record.next_step:
+            return None, known_step(record, frame)
+        check_active(record)
+        check_step(record, frame, self.snapshots)
+        acks = [ack_of(tokens)] if tokens is not None and len(tokens.token_ids) else []
+        return StepCommitted(id, epoch, frame), acks
+
+    def pause(self, id: TrajectoryId, epoch: int) -> Paused | None:
+        """Give back; None when this claim was given back before."""
+        record = self._fenced(id, epoch)
+        if record.state is PAUSED:
+            return None
+        check_active(record)
+        return Paused(id, epoch)
+
+    def requeue(self, id: TrajectoryId) -> Requeued | None:
+        """Queue a paused trajectory; None when it is not paused or queued already."""
+        return Requeued(id) if self.record(id).state is PAUSED and id not in self.queue else None
+
+    def reap(self, id: TrajectoryId, worker_id: str) -> Reaped | None:
+        """Take it from a dead worker; None when the worker does not hold it."""
+        record = self.record(id)
+        return Reaped(id, record.epoch + 1, worker_id) if record.worker_id == worker_id else None
+
+    def finish(self, id: TrajectoryId, epoch: int, outcome: Outcome) -> Finished | None:
+        """End it; None when it ended before with this outcome."""
+        record = self._fenced(id, epoch)
+        if record.state is FINISHED:
+            if record.outcome == outcome:
+                return None
+            raise StoreError(f"trajectory {id} is finished with another outcome")
+        check_active(record)
+        return Finished(id, epoch, outcome)
+
+    # Apply
+
+    def apply(self, event: TrajectoryEvent, sequence: int, place: Place) -> None:
+        """Fold a durable event in. `place` is where the journal keeps it."""
+        if isinstance(event, Begun):
+            self.records[event.id] = TrajectoryRecord.begun(event, sequence)
+            self.queue[event.id] = None
+            self._change(event.id, QUEUED, sequence)
+            return
+        record = self.record(event.id)
+        match event:
+            case TokenFrame():
+                record.add(event, place)
+            case StepCommitted(frame=frame):
+                if frame.tokens is not None and len(frame.tokens.token_ids):
+                    record.add(frame.tokens, place)
+                record.commit(frame.step)
+                if frame.snapshot is not None:
+                    self.snapshots[frame.snapshot.snapshot_id] = frame.snapshot
+            case Claimed():
+                self.queue.pop(event.id, None)
+                record.epoch = event.epoch
+                self._hold(record, event.worker_id)
+                self._change(event.id, ACTIVE, sequence)
+            case Paused():
+                self._hold(record, None)
+                self._change(event.id, PAUSED, sequence)
+            case Requeued():
+                self._push_front(event.id)
+            case Reaped():
+                record.epoch = event.epoch
+                self._hold(record, None)
+                self._push_front(event.id)
+            case Finished():
+                self._hold(record, None)
+                record.finish(event.outcome, sequence)
+                self._change(event.id, FINISHED, sequence)
+
+    def restore(self, record: TrajectoryRecord) -> None:
+        """Take in a sealed trajectory."""
+        self.records[record.id] = record
+        self.changed[record.id] = record.finished_sequence
+
+    def sort(self) -> None:
+        """Order trajectories by begin and changes by sequence, after sealed ones were taken in."""
+        self.records = dict(sorted(self.records.items(), key=lambda kv: kv[1].begun_sequence))
+        self.changed = OrderedDict(sorted(self.changed.items(), key=lambda kv: kv[1]))
+
+    # Look up
+
+    def record(self, id: TrajectoryId) -> TrajectoryRecord:
+        """A trajectory's record. Raises StoreError when unknown."""
+        record = self.records.get(id)
+        if record is None:
+            raise StoreError(f"trajectory {id} is unknown")
+        return record
+
+    def find(self, prefix: str) -> TrajectoryRecord:
+        """By id or by an unambiguous prefix of one."""
+        if prefix in self.records:
+            return self.records[prefix]
+        found = [id for id in self.records if prefix and id.startswith(prefix)]
+        if len(found) == 1:
+            return self.records[found[0]]
+        what = f"is ambiguous: {', '.join(found[:3])}, ..." if found else "is unknown"
+        raise StoreError(f"trajectory {prefix!r} {what}")
+
+    def steps(self, id: TrajectoryId) -> tuple[Step, ...]:
+        """Committed steps, those inherited from the parent first."""
+        record = self.record(id)
+        if record.start is None:
+            return tuple(record.steps)
+        return self.steps(self._parent(record))[: record.start.step] + tuple(record.steps)
+
+    def end(self, id: TrajectoryId, context: int) -> int:
+        """Committed tokens of a context, inherited ones included."""
+        record = self.record(id)
+        if context in record.contexts:
+            return record.contexts[context].committed
+        if record.start is not None and 0 <= context < record.start.context:
+            return self.end(self._parent(record), context)
+        raise StoreError(f"trajectory {id} has no context {context}")
+
+    def pieces(
+        self, id: TrajectoryId, context: int, start: int, end: int, acked: bool = False
+    ) -> list[Piece]:
+        """Where tokens [start, end) of a context lie, through the chain of parents.
+
+        Only committed tokens, unless `acked`: then those of the unfinished step too.
+        """
+        record = self.record(id)
+        limit = record.contexts[context].acked if acked else self.end(id, context)
+        if not 0 <= start <= end <= limit:
+            raise StoreError(f"trajectory {id}: tokens [{start}, {end}) of {limit} do not exist")
+        return list(self._pieces(record, context, start, end))
+
+    def _pieces(
+        self, record: TrajectoryRecord, context: int, start: int, end: int
+    ) -> Iterator[Piece]:
+        own = record.contexts.get(context)
+        base = own.base if own else end
+        if start < min(base, end):
+            parent = self.record(self._parent(record))
+            yield from self._pieces(parent, context, start, min(base, end))
+        if own:
+            yield from own.pieces(max(start, base), end)
+
+    def snapshot_of(self, id: TrajectoryId) -> Snapshot | None:
+        """The sandbox after the newest committed step that has a snapshot."""
+        record = self.record(id)
+        after = [s.snapshot_after for s in record.steps if s.snapshot_after]
+        found = after[-1] if after else record.start.snapshot_id if record.start else None
+        return self.snapshots.get(found) if found else None
+
+    def trajectory(self, id: TrajectoryId) -> Trajectory:
+        """The carrier of what readers may see."""
+        record = self.record(id)
+        return record.trajectory(self.steps(id))
+
+    def held_by(self, worker_id: str) -> list[TrajectoryId]:
+        """What a worker has claimed."""
+        return list(self._held.get(worker_id, ()))
+
+    def workers(self) -> list[str]:
+        """Who holds anything."""
+        return list(self._held)
+
+    def changes_after(self, cursor: int) -> list[tuple[int, TrajectoryId]]:
+        """(sequence, id) of every trajectory whose last change of state is after `cursor`."""
+        found = []
+        for id, sequence in reversed(self.changed.items()):
+            if sequence <= cursor:
+                break
+            found.append((sequence, id))
+        return found[::-1]
+
+    # Helpers
+
+    def _parent(self, record: TrajectoryRecord) -> TrajectoryId:
+        if record.header.parent is None:
+            raise StoreError(f"trajectory {record.id} has no parent")
+        return record.header.parent.id
+
+    def _hold(self, record: TrajectoryRecord, worker_id: str | None) -> None:
+        if record.worker_id is not None:
+            held = self._held[record.worker_id]
+            del held[record.id]
+            if not held:
+                del self._held[record.worker_id]
+        record.worker_id = worker_id
+        if worker_id is not None:
+            self._held.setdefault(worker_id, {})[record.id] = None
+
+    def _push_front(self, id: TrajectoryId) -> None:
+        self.queue[id] = None
+        self.queue.move_to_end(id, last=False)
+
+    def _change(self, id: TrajectoryId, state: TrajectoryState, sequence: int) -> None:
+        record = self.records[id]
+        if record.state is not state or id not in self.changed:
+            record.state = state
+            self.changed[id] = sequence
+            self.changed.move_to_end(id)
+
+    def _fenced(self, id: TrajectoryId, epoch: int) -> TrajectoryRecord:
+        record = self.record(id)
+        if epoch < record.epoch:
+            raise Fenced(f"trajectory {id}: epoch {epoch} was taken over by {record.epoch}: stop")
+        if epoch > record.epoch:
+            raise StoreError(f"trajectory {id}: epoch {epoch} was never handed out")
+        return record

@@ -1,0 +1,194 @@
+"""The manifest: a chain of records that alone says which sealed files exist.
+
+Record N is the file `_log/<N, 20 digits>.json`: one line of canonical JSON that ends in a newline,
+names the hash of record N - 1 (`prev_hash`) and carries its own (`self_hash`). A record is written
+to a temp file, synced, and linked to its name, which fails when the name is taken.
+
+Recovery takes the whole chain. A last record that is cut short (empty or without its final newline)
+was never relied upon: it is set aside. Anything else that does not fit is CorruptData.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from k3rl.blobs import fsync_folder
+from k3rl.errors import CorruptData, StoreError, UserInputError
+from k3rl.types import Digest, TrajectoryId, canonical_json, digest_json, from_plain, to_plain
+
+NO_HASH = "0" * 64
+
+
+@dataclass(frozen=True, slots=True)
+class SealedFile:
+    """A sealed Parquet file, as the manifest names it."""
+
+    path: str
+    """Relative to the store root."""
+    table: str
+    schema_id: str
+    num_rows: int
+    num_bytes: int
+    blake3: Digest
+    """Of the whole file."""
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestRecord:
+    """One record. Frames of the journal are told apart by their sequence and file.
+
+    Frames up to `journal_low_water` that concern finished trajectories, updates or versions are in
+    sealed files; those of other trajectories are still in `journal_files`. Files that sort after
+    `journal_through` are all needed.
+    """
+
+    seq: int
+    prev_hash: Digest = NO_HASH
+    service_epoch: int = 0
+    adds: tuple[SealedFile, ...] = ()
+    removes: tuple[str, ...] = ()
+    """Paths taken out of the store (quarantined)."""
+    drops: tuple[TrajectoryId, ...] = ()
+    """Trajectories given up by a repair: what the journal still has of them is skipped."""
+    journal_low_water: int = 0
+    journal_through: str = ""
+    """Last journal file that this record accounts for."""
+    journal_files: tuple[str, ...] = ()
+    """Which of the files up to `journal_through` are still needed."""
+    last_version: int = 0
+    """Highest policy version handed out so far."""
+    is_pinned: bool = False
+    """Whether `sample` draws from the store as of this record until a later one is pinned."""
+    self_hash: Digest = NO_HASH
+    """digest_json of the record without this field."""
+
+
+@dataclass(slots=True)
+class Manifest:
+    """A checked chain, and what it adds up to."""
+
+    root: Path
+    records: list[ManifestRecord] = field(default_factory=list)
+    files: dict[str, SealedFile] = field(default_factory=dict)
+    """Sealed files that exist, by path, in the order in which they were added."""
+
+    @property
+    def head(self) -> ManifestRecord:
+        """The last record."""
+        return self.records[-1]
+
+    @property
+    def pinned_seq(self) -> int | None:
+        """The newest pinned record; None before the first pin."""
+        return next((r.seq for r in reversed(self.records) if r.is_pinned), None)
+
+    @property
+    def drops(self) -> set[TrajectoryId]:
+        """Trajectories given up by repairs."""
+        return {id for record in self.records for id in record.drops}
+
+    def files_of(self, table: str) -> list[tuple[int, SealedFile]]:
+        """The sealed files of a table that exist, with the record that added each."""
+        return [
+            (record.seq, file)
+            for record in self.records
+            for file in record.adds
+            if file.table == table and file.path in self.files
+        ]
+
+    def take(self, record: ManifestRecord) -> None:
+        """Add the next record of the chain."""
+        self.records.append(record)
+        _fold(self.files, record)
+
+    def write(self, record: ManifestRecord) -> ManifestRecord:
+        """Write the record after the head durably, with hashes and seq filled in; `take` it next.
+
+        What the record does not name (journal files, last version) is for the caller to carry on.
+        """
+        last = self.records[-1] if self.records else None
+        record = sealed_record(
+            replace(
+                record,
+                seq=last.seq + 1 if last else 0,
+                prev_hash=last.self_hash if last else NO_HASH,
+            )
+        )
+        _write(self.root / "_log", record)
+        return record
+
+
+def record_path(root: Path, seq: int) -> Path:
+    """Where a record lies."""
+    return root / "_log" / f"{seq:020d}.json"
+
+
+def load_manifest(root: Path) -> tuple[Manifest, list[Path]]:
+    """The chain of a store and the paths of a torn last record (at most one).
+
+    Raises CorruptData for a hole, a bad hash, or no record where there are other files.
+    """
+    manifest = Manifest(root)
+    paths = sorted((root / "_log").glob("[0-9]*.json"))
+    torn: list[Path] = []
+    for seq, path in enumerate(paths):
+        if path != record_path(root, seq):
+            raise CorruptData(str(record_path(root, seq)), 0, "seq", f"is missing; {path} exists")
+        data = path.read_bytes()
+        if not data.endswith(b"\n") and path == paths[-1]:
+            torn.append(path)
+            break
+        manifest.take(_parse(path, data, manifest.records[-1] if seq else None))
+    if not manifest.records and any((root / "journal").glob("J-*.tj")):
+        raise CorruptData(str(root / "_log"), 0, "seq", "no manifest, but the journal has files")
+    return manifest, torn
+
+
+def sealed_record(record: ManifestRecord) -> ManifestRecord:
+    """The record with its `self_hash`."""
+    plain = to_plain(record)
+    del plain["self_hash"]
+    return replace(record, self_hash=digest_json(plain))
+
+
+def _fold(files: dict[str, SealedFile], record: ManifestRecord) -> None:
+    for path in record.removes:
+        files.pop(path, None)
+    files.update({file.path: file for file in record.adds})
+
+
+def _parse(path: Path, data: bytes, last: ManifestRecord | None) -> ManifestRecord:
+    try:
+        record = from_plain(ManifestRecord, json.loads(data))
+    except (UserInputError, ValueError) as error:
+        raise CorruptData(str(path), 0, "record", str(error)) from None
+    if sealed_record(record).self_hash != record.self_hash:
+        raise CorruptData(str(path), 0, "self_hash", "does not match the record")
+    if record.prev_hash != (last.self_hash if last else NO_HASH):
+        raise CorruptData(str(path), 0, "prev_hash", "is not the hash of the record before")
+    if record.seq != (last.seq + 1 if last else 0):
+        raise CorruptData(str(path), 0, "seq", f"is {record.seq}, not what the name says")
+    return record
+
+
+def _write(folder: Path, record: ManifestRecord) -> None:
+    path = folder / f"{record.seq:020d}.json"
+    temp = folder / f".tmp-{record.seq:020d}"
+    try:
+        with open(temp, "wb") as file:
+            file.write(canonical_json(to_plain(record)) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(temp, path)
+        fsync_folder(folder)
+    except FileExistsError:
+        raise StoreError(f"{path}: exists: another service writes to this store") from None
+    except OSError as error:
+        raise StoreError(
+            f"{path}: cannot write the manifest: {error.strerror}: make room on this disk"
+        ) from error
+    finally:
+        temp.unlink(missing_ok=True)

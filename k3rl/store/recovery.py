@@ -1,0 +1,278 @@
+"""From files to state: the checked manifest, the sealed tables, then the journal's frames.
+
+`recover` as owner also tidies what a crash may leave: the torn end of the last journal file and a
+torn manifest record go to `quarantine/` (neither was ever acknowledged), temp files and sealed
+files that no record names too, journal files that were sealed are deleted. Damage to anything that
+was acknowledged is CorruptData, and nothing is touched.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from k3rl.blobs import fsync_folder
+from k3rl.errors import CorruptData, StoreError
+from k3rl.store.events import Event, FileStart, VersionRow
+from k3rl.store.journal import Frame, Scan, event_of, file_epoch
+from k3rl.store.manifest import Manifest, ManifestRecord, SealedFile, load_manifest
+from k3rl.store.parquet import open_sealed, read_groups, read_rows
+from k3rl.store.protocol import UpdateRow
+from k3rl.store.record import Extent, Row
+from k3rl.store.state import StoreState
+from k3rl.store.tables import (
+    snapshots_from,
+    steps_from,
+    trajectories_from,
+    updates_from,
+    versions_from,
+)
+from k3rl.types import TrajectoryId
+
+FOLDERS = ("journal", "sealed", "_log", "quarantine")
+INDEX_COLUMNS = ["trajectory", "context", "token_start", "num_tokens", "content_hash"]
+
+
+class JournalItem(NamedTuple):
+    """A frame and its event, or (both None) the torn end of the last file."""
+
+    path: Path
+    frame: Frame | None
+    event: Event | None
+    torn_offset: int = 0
+    torn_bytes: int = 0
+
+
+class RootLock:
+    """One writer per store root, held until `release` or the end of the process (flock)."""
+
+    def __init__(self, root: Path) -> None:
+        """Raises StoreError when another process holds it."""
+        root.mkdir(parents=True, exist_ok=True)
+        path = root / "LOCK"
+        self._handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            owner = os.pread(self._handle, 64, 0).decode(errors="replace").strip() or "unknown"
+            os.close(self._handle)
+            raise StoreError(
+                f"{path}: another store service (pid {owner}) owns this root: "
+                "stop it or use another root"
+            ) from None
+        os.ftruncate(self._handle, 0)
+        os.pwrite(self._handle, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Let go."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+
+def recover(root: Path, owner: bool) -> StoreState:
+    """The state of a store root. Only the holder of the RootLock may be `owner`.
+
+    Raises CorruptData, SchemaTooNew, or StoreError when a reader finds no store here.
+    """
+    try:
+        return _recover(root, owner)
+    except CorruptData as error:
+        detail = f"{error.detail}; see `k3rl traj fsck --repair {root}`"
+        raise CorruptData(error.file, error.offset, error.field, detail) from None
+
+
+def _recover(root: Path, owner: bool) -> StoreState:
+    if owner:
+        for name in FOLDERS:
+            (root / name).mkdir(parents=True, exist_ok=True)
+    manifest, torn = load_manifest(root)
+    found = {"frames": 0, "torn_bytes": 0, "torn_manifest_records": len(torn), "orphans": 0}
+    if owner:
+        for path in torn:
+            quarantine(root, path)
+        if not manifest.records:
+            manifest.take(manifest.write(ManifestRecord(seq=0)))
+        found["orphans"] = _tidy(root, manifest)
+    if not manifest.records:
+        raise StoreError(f"{root}: no trajectory store here (no manifest record)")
+    state = StoreState(manifest, recovery=found)
+    state.last_version = manifest.head.last_version
+    state.last_sequence = manifest.head.journal_low_water
+    _load_sealed(state, root)
+    _replay(state, root, owner)
+    state.live.sort()
+    return state
+
+
+def next_service_epoch(root: Path) -> int:
+    """Above that of every journal file and manifest record so far."""
+    epochs = [file_epoch(path.name) for path in (root / "journal").glob("J-*.tj")]
+    through = load_manifest(root)[0].head.journal_through
+    return max([0, *epochs, *([file_epoch(through)] if through else [])]) + 1
+
+
+def quarantine(root: Path, path: Path) -> Path:
+    """Move a file into `quarantine/` under a name that is free."""
+    target = _free(root / "quarantine" / path.name)
+    os.rename(path, target)
+    fsync_folder(target.parent)
+    fsync_folder(path.parent)
+    return target
+
+
+def cut_off(root: Path, path: Path, offset: int) -> Path:
+    """Move the bytes from `offset` on into `quarantine/`; the file stays, shorter."""
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        target = _free(root / "quarantine" / f"{path.name}.from-{offset}")
+        with open(target, "xb") as aside:
+            aside.write(file.read())
+            aside.flush()
+            os.fsync(aside.fileno())
+        fsync_folder(target.parent)
+        file.truncate(offset)
+        os.fsync(file.fileno())
+    return target
+
+
+def journal_files(root: Path, head: ManifestRecord) -> tuple[list[Path], list[Path]]:
+    """(needed, left over) journal files in order. Raises CorruptData when a needed one is gone."""
+    paths = sorted((root / "journal").glob("J-*.tj"))
+    names = {path.name for path in paths}
+    for name in head.journal_files:
+        if name not in names:
+            path = root / "journal" / name
+            raise CorruptData(str(path), 0, "file", "named by the manifest but missing")
+    newer = [path for path in paths if path.name > head.journal_through]
+    if head.journal_through and not newer:
+        path = root / "journal"
+        raise CorruptData(str(path), 0, "file", f"no file follows {head.journal_through}")
+    old = [path for path in paths if path.name <= head.journal_through]
+    needed = [path for path in old if path.name in head.journal_files] + newer
+    return needed, [path for path in old if path.name not in head.journal_files]
+
+
+def _free(target: Path) -> Path:
+    number = 0
+    path = target
+    while path.exists():
+        number += 1
+        path = target.with_name(f"{target.name}.{number}")
+    return path
+
+
+def _tidy(root: Path, manifest: Manifest) -> int:
+    known = {Path(path).name for path in manifest.files}
+    strays = [path for path in (root / "sealed").iterdir() if path.name not in known]
+    strays += list((root / "_log").glob(".tmp-*"))
+    for path in strays:
+        quarantine(root, path)
+    return len(strays)
+
+
+def _load_sealed(state: StoreState, root: Path) -> None:
+    manifest, live = state.manifest, state.live
+    for seq, file in manifest.files_of("trajectories"):
+        for record in trajectories_from(read_rows(root, file)):
+            record.sealed_seq = seq
+            live.restore(record)
+    for _, file in manifest.files_of("steps"):
+        for row in steps_from(read_rows(root, file)):
+            live.record(row.id).steps.append(row.step)
+    for _, file in manifest.files_of("snapshots"):
+        live.snapshots.update({s.snapshot_id: s for s in snapshots_from(read_rows(root, file))})
+    for _, file in manifest.files_of("updates"):
+        state.updates.extend(updates_from(read_rows(root, file)))
+    for _, file in manifest.files_of("versions"):
+        state.versions.extend(versions_from(read_rows(root, file)))
+    for _, file in manifest.files_of("segments"):
+        for (id, context), extents in sealed_extents(root, file).items():
+            live.record(id).contexts[context].extents = extents
+    versions = [row.policy_version for row in state.versions]
+    versions += [row.policy_version_out for row in state.updates]
+    state.last_version = max([state.last_version, *versions])
+
+
+def sealed_extents(root: Path, file: SealedFile) -> dict[tuple[TrajectoryId, int], list[Extent]]:
+    """Where the tokens of a segments file lie, by (trajectory, context), in order."""
+    opened = open_sealed(root, file)
+    extents: dict[tuple[TrajectoryId, int], list[Extent]] = defaultdict(list)
+    groups = range(opened.metadata.num_row_groups)
+    rows: list[Any] = read_groups(root, file, opened, list(groups), INDEX_COLUMNS).to_pylist()
+    at = iter(rows)
+    for group in groups:
+        for row in range(opened.metadata.row_group(group).num_rows):
+            found = next(at)
+            extent = Extent(
+                found["token_start"],
+                found["num_tokens"],
+                found["content_hash"].hex(),
+                Row(file.path, group, row),
+            )
+            extents[found["trajectory"].hex(), found["context"]].append(extent)
+    return extents
+
+
+def scan_journal(paths: list[Path], head: ManifestRecord) -> Iterator[JournalItem]:
+    """Every frame of the needed files in order, then, if there is one, the torn tail.
+
+    Raises CorruptData for a bad frame, a gap in the sequences, or a torn file that is not the last.
+    """
+    expected = head.journal_low_water + 1
+    for path in paths:
+        scan = Scan(path)
+        for frame in scan:
+            if path.name > head.journal_through:
+                if frame.sequence != expected:
+                    detail = f"{frame.sequence}, not {expected}: frames before it are missing"
+                    raise CorruptData(str(path), frame.place.offset, "sequence", detail)
+                expected += 1
+            yield JournalItem(path, frame, event_of(frame, str(path)))
+        if scan.torn_bytes and path != paths[-1]:
+            detail = "the file ends inside a frame, but it is not the last file"
+            raise CorruptData(str(path), scan.good_bytes, "frame", detail)
+        if scan.torn_bytes:
+            yield JournalItem(path, None, None, scan.good_bytes, scan.torn_bytes)
+
+
+def _replay(state: StoreState, root: Path, owner: bool) -> None:
+    head, drops = state.manifest.head, state.manifest.drops
+    needed, left_over = journal_files(root, head)
+    state.usage.update((path.name, set()) for path in needed)
+    last = head.journal_low_water
+    for item in scan_journal(needed, head):
+        if item.frame is None or item.event is None:
+            state.recovery["torn_bytes"] = item.torn_bytes
+            if owner:
+                cut_off(root, item.path, item.torn_offset)
+            continue
+        last = max(last, item.frame.sequence)
+        _replay_frame(state, item.path, item.frame, item.event, drops)
+    state.last_sequence = last
+    if owner:
+        for path in left_over:
+            path.unlink()
+
+
+def _replay_frame(
+    state: StoreState, path: Path, frame: Frame, event: Event, drops: set[TrajectoryId]
+) -> None:
+    if frame.sequence <= state.manifest.head.journal_low_water and _is_sealed(state, event, drops):
+        return
+    try:
+        state.apply(event, frame.sequence, frame.place)
+    except (StoreError, LookupError) as error:
+        raise CorruptData(str(path), frame.place.offset, "event", str(error)) from None
+    state.recovery["frames"] += 1
+
+
+def _is_sealed(state: StoreState, event: Event, drops: set[TrajectoryId]) -> bool:
+    if isinstance(event, FileStart | UpdateRow | VersionRow):
+        return True
+    record = state.live.records.get(event.id)
+    return event.id in drops or (record is not None and record.sealed_seq is not None)

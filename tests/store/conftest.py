@@ -1,0 +1,28 @@
+import asyncio
+import itertools
+
+import pytest
+
+from k3rl.store.redis_server import EmbeddedServer
+
+
+@pytest.fixture(scope="session")
+def valkey(tmp_path_factory):
+    """The url of one real server for all tests of the store; every service has its own prefix."""
+    server = EmbeddedServer(tmp_path_factory.mktemp("valkey"))
+    asyncio.run(server.start())
+    yield server.url
+    asyncio.run(server.stop())
+
+
+@pytest.fixture
+def open_store(tmp_path, valkey):
+    """Opens a service on `tmp_path/store`; the same root every time."""
+    from tests.store.store_builders import service
+
+    names = itertools.count()
+
+    def open_(**options):
+        return service(tmp_path / "store", valkey, f"{tmp_path}-{next(names)}", **options)
+
+    return open_

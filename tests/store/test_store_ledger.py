@@ -1,0 +1,114 @@
+"""Ledgers, and what the comparison finds when a store disagrees with them."""
+
+import asyncio
+import json
+
+import pytest
+
+from k3rl.errors import CorruptData
+from k3rl.store.fsck import compare_ledger
+from k3rl.store.ledger import Ledger, read_ledgers
+from k3rl.store.protocol import Ack
+from tests.store.store_builders import claim_one, header, play, policy, step
+
+ACK = Ack("ab" * 16, 0, 5, 64, "cd" * 32)
+
+
+def test_a_ledger_survives_being_cut_short(tmp_path):
+    ledger = Ledger(tmp_path / "w.jsonl")
+    ledger.write(ACK)
+    ledger.close()
+    with open(tmp_path / "w.jsonl", "ab") as file:
+        file.write(b'{"id": "abab')
+    assert read_ledgers(tmp_path) == {ACK}
+    again = Ledger(tmp_path / "w.jsonl")
+    again.write(ACK)
+    again.write(Ack(ACK.id, 0, 69, 1, ACK.content_hash))
+    again.close()
+    assert len(read_ledgers(tmp_path)) == 2
+
+
+def test_a_bad_line_is_named(tmp_path):
+    (tmp_path / "w.jsonl").write_bytes(b'{"id": "ab"}\n')
+    with pytest.raises(CorruptData, match=r"w\.jsonl: byte 0: line"):
+        read_ledgers(tmp_path)
+
+
+@pytest.fixture
+def recorded(tmp_path, open_store):
+    """A store with a finished, a paused and a branched-off trajectory, and its true ledger."""
+    acks = []
+
+    async def go():
+        async with open_store() as store:
+            await store.begin([header(0), header(1)])
+            for n, claim in enumerate(await store.claim("w", 2, [], 5.0)):
+                await play(store, claim, note=acks.append, finish=n == 0)
+                if n == 1:
+                    id, epoch = claim.header.id, claim.epoch
+                    acks.append(await store.append(policy(id, epoch, 275, 7)))
+                    await store.pause(id, epoch)
+
+    asyncio.run(go())
+    return tmp_path / "store", acks
+
+
+def compare(tmp_path, root, acks):
+    folder = tmp_path / "ledger"
+    folder.mkdir(exist_ok=True)
+    lines = [
+        {"id": a.id, "context": a.context, "offset": a.offset, "count": a.count}
+        | {"hash": a.content_hash}
+        for a in acks
+    ]
+    (folder / "w.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = compare_ledger(root, folder)
+    names = ("lost", "unknown", "duplicated", "mismatched")
+    return report, {name: len(getattr(report, name)) for name in names if getattr(report, name)}
+
+
+def test_an_exact_ledger(recorded, tmp_path):
+    report, found = compare(tmp_path, *recorded)
+    assert found == {}
+    assert report.is_exact
+    assert report.num_tokens == 275 + 275 + 7
+    assert "0 lost, 0 duplicated" in report.summary()
+    root, acks = recorded
+    assert compare(tmp_path, root, acks + acks)[0].is_exact
+
+
+def test_every_disagreement_is_found(recorded, tmp_path):
+    root, acks = recorded
+    last = acks[-1]
+    after = Ack(last.id, 0, last.offset + last.count, 3, last.content_hash)
+    assert compare(tmp_path, root, [*acks, after])[1] == {"lost": 1}
+    stranger = Ack("0" * 32, 0, 0, 3, last.content_hash)
+    assert compare(tmp_path, root, [*acks, stranger])[1] == {"lost": 1}
+    assert compare(tmp_path, root, acks[:-1])[1] == {"unknown": 1}
+    assert compare(tmp_path, root, acks[:2] + acks[3:])[1] == {"unknown": 1}
+    wrong = Ack(last.id, 0, last.offset, last.count, "0" * 64)
+    assert compare(tmp_path, root, [*acks[:-1], wrong])[1] == {"mismatched": 1}
+    assert compare(tmp_path, root, [*acks, wrong])[1] == {"duplicated": 1}
+    part = Ack(last.id, 0, last.offset + 1, 2, last.content_hash)
+    assert compare(tmp_path, root, [*acks, part])[1] == {"duplicated": 1}
+
+
+def test_a_branch_answers_for_its_own_tokens(recorded, tmp_path, open_store):
+    from k3rl.types import LineageKind, ParentRef
+
+    root, acks = recorded
+    parent = acks[0].id
+
+    async def go():
+        async with open_store() as store:
+            start = (await store.get(parent)).steps[2].token_start
+            ref = ParentRef(parent, 0, start + 10, 2, LineageKind.BRANCH)
+            await store.branch(header(7, parent=ref))
+            claim = await claim_one(store, "b")
+            frame = policy(claim.header.id, claim.epoch, start + 10, 20)
+            acks.append(await store.append(frame))
+            commit = step(claim.header.id, claim.epoch, 2, start, start + 30)
+            acks.extend(await store.commit_step(claim.header.id, claim.epoch, commit))
+
+    asyncio.run(go())
+    assert compare(tmp_path, root, acks)[0].is_exact
