@@ -69,6 +69,7 @@ async def _ray(config: Config) -> AsyncIterator[Parts]:
     from k3rl import actors
 
     _connect(config)
+    config = config.absolute()
     try:
         store_handle = actors.start_store(config)
         store = actors.store_proxy(store_handle)

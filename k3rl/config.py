@@ -222,6 +222,13 @@ class Config(Section):
         """Where the run lies."""
         return Path(self.run.folder) / self.run.name
 
+    def absolute(self) -> Config:
+        """The same with absolute folders: actors do not run in the caller's folder."""
+        run = self.run.model_copy(update={"folder": str(Path(self.run.folder).absolute())})
+        scratch = self.sandbox.scratch and str(Path(self.sandbox.scratch).absolute())
+        sandbox = self.sandbox.model_copy(update={"scratch": scratch})
+        return self.model_copy(update={"run": run, "sandbox": sandbox})
+
     @property
     def identity(self) -> str:
         """Digest of what must not change when a run is carried on."""

@@ -401,7 +401,10 @@ class TokenFrame:
     context: int = 0
 
     def __post_init__(self) -> None:
-        """Hold that the arrays are of one length and the spans cover it from 0."""
+        """Hold that the arrays are of one length and dtype, and the spans cover it from 0."""
+        dtypes = [self.token_ids.dtype, self.loss_mask.dtype, self.rollout_logprobs.dtype]
+        if dtypes != [np.int32, np.bool_, np.float32]:
+            raise ValueError(f"expected int32, bool and float32 arrays, got {dtypes}")
         count = len(self.token_ids)
         if not len(self.loss_mask) == len(self.rollout_logprobs) == count:
             raise ValueError("token_ids, loss_mask and rollout_logprobs differ in length")

@@ -97,6 +97,8 @@ def test_truncation_names_its_cause():
 
 def test_frames_refuse_arrays_that_disagree():
     ids = np.zeros(3, np.int32)
+    with pytest.raises(ValueError, match="expected int32"):
+        TokenFrame(KEY.id, 0, 0, ids.astype("i8"), np.ones(3, bool), np.zeros(3, np.float32), ())
     with pytest.raises(ValueError, match="differ in length"):
         TokenFrame(KEY.id, 0, 0, ids, np.ones(2, bool), np.zeros(3, np.float32), ())
     with pytest.raises(ValueError, match="spans must start at 0"):

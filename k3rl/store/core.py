@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from k3rl.blobs import BlobStore, fsync_folder
 from k3rl.errors import CorruptData, StoreError
-from k3rl.store.events import Event, FileStart, Finished, VersionRow
+from k3rl.store.events import Event, FileStart, Finished, StepCommitted, VersionRow
 from k3rl.store.index import LiveIndex
 from k3rl.store.journal import FILE_BYTES, Journal, JournalWriter, Place
 from k3rl.store.live import LiveState
@@ -203,7 +203,8 @@ class StoreCore:
         if isinstance(event, UpdateRow | VersionRow | FileStart):
             return
         self._mirror.mark(event.id)
-        self._changed.wake()
+        if not isinstance(event, TokenFrame | StepCommitted):
+            self._changed.wake()
         if isinstance(event, Finished) and self._state.unsealed_tokens >= self._seal_tokens:
             self._seal_wanted.set()
 
@@ -238,10 +239,10 @@ class StoreCore:
                 missing = str(error.filename)
         raise CorruptData(missing, 0, "file", "holds tokens but is missing")
 
-    async def _context_frame(self, id: TrajectoryId) -> TokenFrame | None:
+    async def _context_frame(self, id: TrajectoryId, epoch: int) -> TokenFrame | None:
         """All acknowledged tokens of the present context; None when there are none."""
         record = self._live.record(id)
-        number, epoch = record.context_number, record.epoch
+        number = record.context_number
         end = record.contexts[number].acked
         if end == 0:
             return None
@@ -282,8 +283,15 @@ class StoreCore:
             oldest = time.monotonic() - self._lease_ttl_s
             for worker_id in self._live.workers():
                 if self._waiting[worker_id] <= 0 and self._seen.get(worker_id, 0.0) < oldest:
-                    ids = await self.reap(worker_id)
-                    _log.warning("worker %s is silent: reaped %d claims", worker_id, len(ids))
+                    await self._reap_one(worker_id)
+
+    async def _reap_one(self, worker_id: str) -> None:
+        try:
+            ids = await self.reap(worker_id)
+        except StoreError as error:
+            _log.error("worker %s is silent and cannot be reaped: %s", worker_id, error)
+        else:
+            _log.warning("worker %s is silent: reaped %d claims", worker_id, len(ids))
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)

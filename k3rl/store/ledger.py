@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 
 from k3rl.blobs import fsync_folder
-from k3rl.errors import CorruptData
+from k3rl.errors import CorruptData, StoreError
 from k3rl.store.protocol import Ack
 
 
@@ -31,7 +31,7 @@ class Ledger:
         fsync_folder(self.path.parent)
 
     def write(self, ack: Ack) -> None:
-        """Note an acknowledgement durably, before the worker goes on."""
+        """Note an acknowledgement durably, before the worker goes on. Raises StoreError."""
         line = {
             "id": ack.id,
             "context": ack.context,
@@ -41,8 +41,11 @@ class Ledger:
         }
         data = json.dumps(line).encode() + b"\n"
         with self._guard:
-            os.write(self._handle, data)
-            os.fdatasync(self._handle)
+            try:
+                os.write(self._handle, data)
+                os.fdatasync(self._handle)
+            except OSError as error:
+                raise StoreError(f"{self.path}: cannot note: {error.strerror}") from error
 
     def close(self) -> None:
         """Close the file; closing twice is fine."""

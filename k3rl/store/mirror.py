@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from k3rl.errors import StoreError
@@ -34,6 +36,8 @@ class IndexMirror:
         self._live = live
         self._turn = asyncio.Lock()
         self._is_stale = True
+        self._failure: StoreError | None = None
+        self._failed_at = 0.0
         self._dirty: dict[TrajectoryId, None] = {}
         self._has_dirty = asyncio.Event()
         self._flusher: asyncio.Task[None] | None = None
@@ -102,7 +106,11 @@ class IndexMirror:
         return [id for id in ids if id in self._live.queue and id not in self.claiming]
 
     async def _call(self, operation: Callable[[], Awaitable[T]]) -> T:
+        asked = time.monotonic()
         async with self._turn:
+            if self._failure is not None and self._failed_at > asked:
+                # It failed for the call before: this one has waited just as long.
+                raise StoreError(str(self._failure))
             for _ in range(MAX_REBUILDS):
                 try:
                     if self._is_stale:
@@ -111,6 +119,9 @@ class IndexMirror:
                     return await operation()
                 except IndexLost:
                     self._is_stale = True
+                except StoreError as error:
+                    self._is_stale, self._failure, self._failed_at = True, error, time.monotonic()
+                    raise
                 except BaseException:
                     self._is_stale = True
                     raise
@@ -148,7 +159,7 @@ class IndexMirror:
             rows = [self._row(id) for id in self._dirty]
             self._dirty.clear()
             try:
-                await self._call(lambda rows=rows: self._index.put(rows))  # type: ignore[misc]
+                await self._call(partial(self._index.put, rows))
             except StoreError:
                 await asyncio.sleep(RETRY_S)
                 self._has_dirty.set()

@@ -90,6 +90,8 @@ def _recover(root: Path, owner: bool) -> StoreState:
     if owner:
         for name in FOLDERS:
             (root / name).mkdir(parents=True, exist_ok=True)
+        for folder in (root, root.parent):
+            fsync_folder(folder)
     manifest, torn = load_manifest(root)
     found = {"frames": 0, "torn_bytes": 0, "torn_manifest_records": len(torn), "orphans": 0}
     if owner:

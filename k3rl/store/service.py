@@ -257,7 +257,7 @@ class StoreService(StoreCore):
             state=was,
             steps=self._live.steps(id),
             snapshot=self._live.snapshot_of(id),
-            tokens=await self._context_frame(id),
+            tokens=await self._context_frame(id, event.epoch),
             acks=tuple(record.acks()),
         )
 

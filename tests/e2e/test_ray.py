@@ -4,6 +4,7 @@ import os
 from collections import Counter
 
 import pytest
+import ray
 
 from k3rl.controller import is_success
 from k3rl.store.fsck import compare_ledger
@@ -94,6 +95,36 @@ def test_a_killed_rollout_worker_loses_and_duplicates_nothing(user, tools):
 def test_a_killed_store_service_loses_and_duplicates_nothing(user, tools):
     out = played_with_a_kill(user, tools, "ray::StoreActor")
     assert " 0 worker restarts" in out
+
+
+def test_a_run_on_an_existing_cluster_leaves_it_standing(user, tools):
+    ray.init(
+        num_cpus=2,
+        resources={"rollout": 2, "store": 1, "learner": 1},
+        include_dashboard=False,
+        object_store_memory=80 << 20,
+        log_to_driver=False,
+    )
+    try:
+        address = ray.get_runtime_context().gcs_address
+        out = user.train(*RAY, f"cluster.address={address}")
+        assert "1.00" in out
+        check_ledger(user)
+        assert ray.is_initialized()
+        tools.wait_for(lambda: ray.available_resources().get("rollout") == 2)
+    finally:
+        ray.shutdown()
+
+
+def test_a_cluster_without_the_resource_tags_is_one_line(user):
+    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
+    try:
+        address = ray.get_runtime_context().gcs_address
+        err = user.train(*RAY, f"cluster.address={address}", code=2)
+        assert "ray_cluster.yaml" in err
+        assert "'learner', 'rollout', 'store'" in err
+    finally:
+        ray.shutdown()
 
 
 @pytest.mark.slow
