@@ -23,17 +23,19 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, WorkerCrashedE
 from k3rl import config as configs
 from k3rl import errors
 from k3rl.config import Config
-from k3rl.controller import WorkerHandle, WorkerLost
-from k3rl.errors import K3rlError
+from k3rl.errors import EngineError, K3rlError, StoreError
 from k3rl.learner.idle import IdleLearner
 from k3rl.learner.protocol import Learner
 from k3rl.rollout.worker import RolloutWorker
 from k3rl.store.host import StoreHost
 from k3rl.store.protocol import TrajectoryStore
+from k3rl.supervisor import WorkerLost
 from k3rl.types import decode, encode
 
 OK, FAILED = b"\0", b"\1"
 Send = Callable[[str, list[bytes]], Awaitable[bytes]]
+START_WAIT_S = 60.0
+"""How long an actor may wait for its resources."""
 LOST = (ActorDiedError, ActorUnavailableError, WorkerCrashedError)
 
 
@@ -99,17 +101,21 @@ class StoreActor:
         """`config` is the resolved config as JSON."""
         self._host = StoreHost(configs.from_json(json.loads(config)))
         self._opening = asyncio.Lock()
+        self._is_closed = False
 
     async def call(self, method: str, arguments: list[bytes]) -> bytes:
         """One call of the TrajectoryStore contract."""
 
         async def work() -> bytes:
             async with self._opening:
+                if self._is_closed:
+                    raise StoreError("the store of this run is closed")
                 service = await self._host.open()
-            if method == "aclose":
-                await self._host.aclose()
-                return encode(None, type(None))
-            return await serve(TrajectoryStore, service, method, arguments)
+            if method != "aclose":
+                return await serve(TrajectoryStore, service, method, arguments)
+            self._is_closed = True
+            await self._host.aclose()
+            return encode(None, type(None))
 
         return await answer(work)
 
@@ -174,12 +180,11 @@ async def learner_proxy(handle: Any) -> Learner:
 
 
 class RayWorker:
-    """The controller's handle of a WorkerActor; `revive` makes a new actor."""
+    """The controller's handle of a WorkerActor; `revive` ends it for sure and makes a new one."""
 
     def __init__(self, name: str, config: Config, store: Any) -> None:
         """Starts the first actor."""
         self.name, self._config, self._store = name, config, store
-        self._reviving = asyncio.Lock()
         self._actor = self._spawn()
 
     def _spawn(self) -> Any:
@@ -215,12 +220,24 @@ class RayWorker:
         return cast(int, await self._actor.pid.remote())
 
     async def revive(self) -> None:
-        """A new actor, unless somebody else has already made one."""
-        async with self._reviving:
-            try:
-                await self._actor.tell.remote("resume")
-            except LOST:
-                self._actor = self._spawn()
+        """A new actor. An old one that only could not be reached must not play on."""
+        self.kill()
+        self._actor = self._spawn()
+        await self.started()
+
+    async def started(self) -> None:
+        """Returns when the actor runs. Raises EngineError when it does not within START_WAIT_S."""
+        try:
+            await asyncio.wait_for(self.pid(), START_WAIT_S)
+        except TimeoutError:
+            raise EngineError(
+                f"{self.name}: not started within {START_WAIT_S:g} s: no node has a free CPU and"
+                " a free `rollout` resource"
+            ) from None
+
+    def kill(self) -> None:
+        """End the actor's process, whatever it does."""
+        ray.kill(self._actor, no_restart=True)
 
 
 def start_store(config: Config) -> Any:
@@ -241,6 +258,6 @@ def start_learner(config: Config) -> Any:
     return actor.remote(config.model_dump_json())
 
 
-def start_workers(config: Config, store: Any) -> list[WorkerHandle]:
+def start_workers(config: Config, store: Any) -> list[RayWorker]:
     """`rollout.num_workers` of them."""
     return [RayWorker(f"worker{i}", config, store) for i in range(config.rollout.num_workers)]

@@ -1,8 +1,8 @@
 """The one content-addressed store: bytes in, blake3 digest out; durable before it is named.
 
-A blob lies at `<root>/<2 hex>/<62 hex>` as one zstd frame. Putting is temp file, fsync, link, fsync
-of the folder, so a crash leaves a whole blob or none, and putting the same bytes twice is free.
-Every read checks the digest.
+A blob lies at `<root>/<2 hex>/<62 hex>` as one zstd frame. Putting is temp file, fsync, rename,
+fsync of the folder, so a crash leaves a whole blob or none. Putting known bytes again writes
+nothing. Every read checks the digest.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ class BlobStore:
         """Store `data` durably; returns its digest. Raises StoreError when the disk refuses."""
         digest = digest_bytes(data)
         path = self.path(digest)
-        if path.exists():
-            return digest
         try:
-            self._write(path, zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(data))
+            if path.exists():
+                # Another process may have named it and not yet made the name durable.
+                fsync_folder(path.parent)
+            else:
+                self._write(path, zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(data))
         except OSError as error:
             raise StoreError(f"{path}: cannot store a blob: {error.strerror}") from error
         return digest
@@ -84,6 +86,17 @@ class BlobStore:
             os.unlink(temp)
             raise
         fsync_folder(path.parent)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Give a small file new content, durably: a crash leaves the old content or the new one."""
+    temp = path.with_name(f".{path.name}.tmp")
+    with temp.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temp, path)
+    fsync_folder(path.parent)
 
 
 def fsync_folder(folder: Path) -> None:

@@ -7,23 +7,25 @@ A private cluster lasts as long as the run and is shut down with it; on an exist
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from k3rl.config import Config
-from k3rl.controller import WorkerHandle
 from k3rl.errors import ConfigError
 from k3rl.learner.idle import IdleLearner
 from k3rl.learner.protocol import Learner
 from k3rl.rollout.worker import RolloutWorker
 from k3rl.store.host import StoreHost
 from k3rl.store.protocol import TrajectoryStore
+from k3rl.supervisor import WorkerHandle
 
 MIB = 1 << 20
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +72,37 @@ async def _ray(config: Config) -> AsyncIterator[Parts]:
 
     _connect(config)
     config = config.absolute()
+    workers: list[actors.RayWorker] = []
     try:
         store_handle = actors.start_store(config)
         store = actors.store_proxy(store_handle)
-        await store.stats()
-        learner_handle = actors.start_learner(config)
-        learner = await actors.learner_proxy(learner_handle)
+        await _started("store", store.stats())
+        learner = await _started("learner", actors.learner_proxy(actors.start_learner(config)))
         try:
-            yield Parts(store, actors.start_workers(config, store_handle), learner)
+            workers += actors.start_workers(config, store_handle)
+            await asyncio.gather(*(worker.started() for worker in workers))
+            yield Parts(store, list(workers), learner)
         finally:
+            # Nothing may write any more while the store closes.
+            for worker in workers:
+                worker.kill()
             await store.aclose()
     finally:
         # Disconnecting ends the actors of this driver; a private cluster goes with it.
         ray.shutdown()
+
+
+async def _started(resource: str, first_call: Coroutine[Any, Any, T]) -> T:
+    """The answer to the first call of an actor, which waits for its resources."""
+    from k3rl.actors import START_WAIT_S
+
+    try:
+        return await asyncio.wait_for(first_call, START_WAIT_S)
+    except TimeoutError:
+        raise ConfigError(
+            f"no node has a free `{resource}` resource within {START_WAIT_S:g} s: is another run"
+            " using the cluster?"
+        ) from None
 
 
 def _connect(config: Config) -> None:
@@ -95,16 +115,20 @@ def _connect(config: Config) -> None:
             ray.init(address=config.cluster.address, **quiet)
         except ConnectionError as error:
             raise ConfigError(f"cluster.address {config.cluster.address}: {error}") from None
-        missing = {"rollout", "store", "learner"} - set(ray.cluster_resources())  # type: ignore[no-untyped-call]
-        if missing:
+        offered = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        workers = config.rollout.num_workers
+        needed = {"CPU": workers, "learner": 1, "rollout": workers, "store": 1}
+        short = [f"{name} {n}" for name, n in needed.items() if offered.get(name, 0) < n]
+        if short:
             ray.shutdown()
             raise ConfigError(
-                f"cluster.address {config.cluster.address}: no node offers the resources"
-                f" {sorted(missing)}; see ray_cluster.yaml"
+                f"cluster.address {config.cluster.address}: the nodes do not offer"
+                f" {', '.join(short)}; see ray_cluster.yaml and rollout.num_workers"
             )
         return
     workers = config.rollout.num_workers
     ray.init(
+        address="local",  # never the cluster that an environment variable or a file points to
         num_cpus=max(workers, os.cpu_count() or 1),
         resources={"rollout": workers, "store": 1, "learner": 1},
         object_store_memory=config.cluster.object_store_mib * MIB,

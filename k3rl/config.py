@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from k3rl.errors import ConfigError
 from k3rl.types import JSON, JsonObject, digest_json
@@ -25,7 +25,7 @@ Level = Literal["low", "high", "max"]
 class Section(BaseModel):
     """Base of every section: unknown keys and loose types are refused."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class Schedule(Section):
@@ -48,6 +48,14 @@ ScriptName = Annotated[str, BeforeValidator(lambda name: "null" if name is None 
 def value_at(number: Number, step: int) -> float:
     """A number or the present value of its schedule."""
     return number.at(step) if isinstance(number, Schedule) else number
+
+
+def _each_once(items: list[Any]) -> list[Any]:
+    """A list of names, or of entries with an id, that names nothing twice."""
+    names = [getattr(item, "id", item) for item in items]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"{twice[0]} stands here more than once")
+    return items
 
 
 class RunConfig(Section):
@@ -147,7 +155,7 @@ class ObjectiveConfig(Section):
 class IntensityConfig(Section):
     """Reasoning-effort levels; N x K is per level."""
 
-    levels: Annotated[list[Level], Field(min_length=1)] = ["max"]
+    levels: Annotated[list[Level], Field(min_length=1), AfterValidator(_each_once)] = ["max"]
     budget_tokens: dict[Level, Annotated[int, Field(ge=1)]] = {}
     """Sampled tokens allowed per trajectory of a level; a level not named has no budget."""
 
@@ -201,7 +209,7 @@ class Config(Section):
     policy: PolicyConfig = PolicyConfig()
     engine: EngineConfig = EngineConfig()
     rollout: RolloutConfig = RolloutConfig()
-    envs: Annotated[list[EnvConfig], Field(min_length=1)]
+    envs: Annotated[list[EnvConfig], Field(min_length=1), AfterValidator(_each_once)]
     harness: HarnessConfig = HarnessConfig()
     sandbox: SandboxConfig = SandboxConfig()
     store: StoreConfig = StoreConfig()
@@ -233,7 +241,9 @@ class Config(Section):
     def identity(self) -> str:
         """Digest of what must not change when a run is carried on."""
         plain = self.model_dump(mode="json")
-        kept = {key: plain[key] for key in ("seed", "policy", "envs", "harness", "intensity")}
+        sections = ("seed", "policy", "envs", "harness", "intensity", "curriculum")
+        kept = {key: plain[key] for key in sections}
+        kept["sandbox"] = plain["sandbox"]["backend"]
         kept["engine"] = [plain["engine"][key] for key in ("kind", "policies")]
         kept["groups"] = [plain["rollout"][key] for key in ("num_groups", "group_size", "split")]
         return digest_json(kept)
@@ -256,6 +266,8 @@ def load(path: Path | str, overrides: Iterable[str] = ()) -> Config:
         tree = yaml.safe_load(path.read_text()) or {}
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not text: {error}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
@@ -279,17 +291,15 @@ def _apply(tree: JsonObject, override: str) -> tuple[str, ...]:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"override {override!r}: {' '.join(str(error).split())}") from None
-    if isinstance(node, list):
-        node[_index(node, last, override)] = value
-    else:
-        node[last] = value
+    node[_index(node, last, override) if isinstance(node, list) else last] = value
     return tuple(path)
 
 
 def _child(node: Any, part: str, override: str) -> Any:
     if isinstance(node, list):
-        return node[_index(node, part, override)]
-    child = node.setdefault(part, {})
+        child = node[_index(node, part, override)]
+    else:
+        child = node.setdefault(part, {})
     if not isinstance(child, dict | list):
         raise ConfigError(f"override {override!r}: {part} is a value, not a section")
     return child

@@ -6,78 +6,40 @@
      iteration   |                                                      v
                  +-- resume paused first <-- complete groups scored <-- changes of the store
 
-One iteration: requeue what is paused, begin whole groups until N x K trajectories per level are
-unfinished, let the workers play until the fraction lambda (`rollout.finished_fraction`) of them has
+One iteration: requeue what is paused, begin whole groups until N x K trajectories per level take
+part, let the workers play until the fraction lambda (`rollout.finished_fraction`) of them has
 finished, pause the rest, score every group whose K are complete. Nothing about a trajectory is kept
-here that the store does not know, so a killed controller starts again where the store stands.
+here that the store does not know; `controller.json` beside it says which iteration is running, so a
+killed controller starts again in the middle of it.
 
-A worker that dies is fenced (`reap`), revived and goes on; what it played resumes from its last
-committed step. An error of the store or the configuration ends the run as it is.
+A worker that dies is fenced, revived and goes on; what it played resumes from its last committed
+step. An error of the store or the configuration ends the run as it is.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
-import os
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from k3rl import metrics
+from k3rl.blobs import replace_file
 from k3rl.config import Config
 from k3rl.envs.base import ToolEnv
-from k3rl.errors import EngineError
+from k3rl.errors import ConfigError
+from k3rl.groups import Groups, has_reward, is_success
 from k3rl.learner.protocol import Learner
 from k3rl.metrics import MetricsWriter
 from k3rl.store.protocol import StoreStats, TrajectoryStore
-from k3rl.types import (
-    Outcome,
-    OutcomeKind,
-    Trajectory,
-    TrajectoryHeader,
-    TrajectoryId,
-    TrajectoryKey,
-    TrajectoryState,
-)
+from k3rl.supervisor import Supervisor, WorkerHandle
+from k3rl.types import OutcomeKind, Trajectory, TrajectoryHeader, TrajectoryState
 
-T = TypeVar("T")
-MIN_GROUP = 2
-"""Valid members a group needs to be of use (design decision 3)."""
 CHANGES_WAIT_S = 2.0
-
-
-class WorkerLost(Exception):
-    """A worker's process is gone; its handle can be revived."""
-
-
-class WorkerHandle(Protocol):
-    """A rollout worker, here or elsewhere. Calls raise WorkerLost when its process is gone."""
-
-    name: str
-
-    async def run(self, worker_id: str) -> None:
-        """Play until stopped."""
-        ...
-
-    async def pause(self) -> None:
-        """Give everything back."""
-        ...
-
-    async def resume(self) -> None:
-        """Claim again."""
-        ...
-
-    async def stop(self) -> None:
-        """End `run`."""
-        ...
-
-    async def revive(self) -> None:
-        """Stand up a new process after WorkerLost."""
-        ...
+"""How long one look at the store's changes waits for the next."""
 
 
 @dataclass(slots=True)
@@ -87,11 +49,11 @@ class Progress:
     iteration: int
     num_iterations: int
     num_finished: int = 0
+    """In this iteration."""
     num_target: int = 0
     num_scored: int = 0
     """Finished with a reward, over all iterations of this process."""
     num_success: int = 0
-    num_restarts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +69,14 @@ class Summary:
 
 
 @dataclass(slots=True)
-class _Group:
-    """The K trajectories of one task at one level; the latest attempt of each sample counts."""
+class _Saved:
+    """`controller.json`: what a controller that starts again needs beside the store."""
 
-    members: dict[int, TrajectoryId] = field(default_factory=dict)
-    is_scored: bool = False
+    iteration: int
+    finished_before: Counter[str]
+    """Per level, when the iteration started."""
+    worker_ids: list[str]
+    """Every worker that may still hold a claim."""
 
 
 class Controller:
@@ -129,115 +94,67 @@ class Controller:
         capabilities: tuple[str, ...] = (),
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
-        """`make_env` builds the environments tasks are drawn from; `digests` and
-        `capabilities` (what the sandboxes enforce) go on every header.
-        """
-        self.config, self.store, self.workers, self.learner = config, store, workers, learner
-        self.digests, self.capabilities = digests or {}, capabilities
+        """`make_env` builds the environments that tasks are drawn from."""
+        self.config, self.store, self.learner = config, store, learner
         self.on_progress = on_progress
+        envs = {env.id: make_env(env.id) for env in config.envs}
+        self.groups = Groups(config, envs, digests or {}, capabilities)
+        self.supervisor = Supervisor(
+            workers, store, config.rollout.max_worker_restarts, self._note_worker
+        )
         self.metrics = MetricsWriter(config.run_folder, **config.metrics.model_dump())
-        self.envs = {env.id: make_env(env.id) for env in config.envs}
-        self.trajectories: dict[TrajectoryId, Trajectory] = {}
-        self.groups: dict[tuple[str, int], _Group] = defaultdict(_Group)
         self.progress = Progress(0, config.run.iterations)
+        self._saved = _Saved(0, Counter(), [])
         self._cursor = 0
-        self._mix: list[str] = []
-        self._num_mixed: Counter[str] = Counter()
-        self._incarnation: dict[str, int] = defaultdict(int)
 
     async def run(self) -> Summary:
         """All iterations, then a sealed store. Raises the first error that no restart can cure."""
         began = time.monotonic()
-        await self._recover()
-        supervisors = [asyncio.create_task(self._supervise(worker)) for worker in self.workers]
         try:
+            await self._recover()
+            self.supervisor.start()
             while self.progress.iteration < self.config.run.iterations:
-                await self._or_failure(self._iterate(), supervisors)
+                await self.supervisor.guard(self._iterate())
                 self.progress.iteration += 1
-                self._save_iteration()
-            await self._or_failure(self._each_worker("stop"), supervisors)
-            await asyncio.gather(*supervisors)
+                self._save(self.progress.iteration)
+            await self.supervisor.guard(self.supervisor.stop())
             await self.store.pin()
-            stats = await self.store.stats()
+            trajectories, stats = await self.store.trajectories(), await self.store.stats()
         finally:
-            for task in supervisors:
-                task.cancel()
+            await self.supervisor.aclose()
             self.metrics.close()
-        return Summary(
-            list(self.trajectories.values()),
-            time.monotonic() - began,
-            self.progress.iteration,
-            self.progress.num_restarts,
-            stats,
-            self.learner.trains,
-        )
+        wall_s, num_restarts = time.monotonic() - began, self.supervisor.num_restarts
+        done, trains = self.progress.iteration, self.learner.trains
+        return Summary(trajectories, wall_s, done, num_restarts, stats, trains)
 
     async def _iterate(self) -> None:
         began = time.monotonic()
+        before = self._saved.finished_before
         await self.store.requeue_paused()
-        await self._begin_groups()
-        levels = self.config.intensity.levels
-        target = self.config.rollout.num_groups * self.config.rollout.group_size * len(levels)
-        unfinished = len(self._unfinished())
-        self.progress.num_target = math.ceil(self.config.rollout.finished_fraction * target)
-        self.progress.num_target = min(self.progress.num_target, unfinished)
-        self.progress.num_finished = 0
-        await self._each_worker("resume")
-        finished = await self._wait_until_finished()
-        await self._each_worker("pause")
+        await self._begin(self.groups.to_begin(self.progress.iteration, before))
+        self.progress.num_finished = (self.groups.num_finished() - before).total()
+        self.progress.num_target = self._target()
+        await self.supervisor.play()
+        finished: list[Trajectory] = []
+        while self.progress.num_finished < self.progress.num_target:
+            finished += await self._take_changes(CHANGES_WAIT_S)
+        await self.supervisor.pause()
         finished += await self._take_changes(0.0)
-        await self._score_groups()
+        await self._begin(self.groups.score(self.progress.iteration))
         await self._report(finished, time.monotonic() - began)
 
-    async def _begin_groups(self) -> None:
-        """Begin whole groups until every level has N x K unfinished trajectories."""
-        settings = self.config.rollout
-        headers: list[TrajectoryHeader] = []
-        for level in self.config.intensity.levels:
-            active = sum(t.header.key.level == level for t in self._unfinished())
-            next_group = 1 + max((g for at, g in self.groups if at == level), default=-1)
-            wanted = settings.num_groups * settings.group_size - active
-            for group in range(next_group, next_group + max(wanted, 0) // settings.group_size):
-                samples = range(settings.group_size)
-                headers += [self._header(level, group, sample) for sample in samples]
-        await self._begin(headers)
+    def _target(self) -> int:
+        """Lambda of all that take part, or all there are when that is fewer."""
+        settings, levels = self.config.rollout, self.config.intensity.levels
+        whole = settings.num_groups * settings.group_size * len(levels)
+        share = round(settings.finished_fraction * whole, 6)  # 0.07 x 100 is above 7
+        there = self.progress.num_finished + len(self.groups.unfinished())
+        return min(math.ceil(share), there)
 
     async def _begin(self, headers: list[TrajectoryHeader]) -> None:
         await self.store.begin(headers)
         for header in headers:
-            self._note(Trajectory(header, TrajectoryState.QUEUED, 0, 0))
-
-    def _header(self, level: str, group: int, sample: int, attempt: int = 0) -> TrajectoryHeader:
-        """Group g plays task g of its environment, at every level the same one."""
-        env = self.envs[self._env_of(group)]
-        task = env.task(self.config.rollout.split, self.config.curriculum.first_task + group)
-        key = TrajectoryKey(self.config.run.name, task.key, level, group, sample, attempt)
-        budget = self.config.intensity.budget_tokens.get(level)  # type: ignore[call-overload]
-        own = {"env": env.spec.digest, "sandbox": env.sandbox_spec.digest}
-        return TrajectoryHeader(
-            key,
-            task,
-            budget,
-            digests=self.digests | own,
-            capabilities=self.capabilities,
-            iteration=self.progress.iteration,
-        )
-
-    def _env_of(self, group: int) -> str:
-        """Each group goes to the environment furthest behind its share, so any prefix is mixed."""
-        total = sum(env.weight for env in self.config.envs)
-        while len(self._mix) <= group:
-            share = (len(self._mix) + 1) / total
-            behind = [e.weight * share - self._num_mixed[e.id] for e in self.config.envs]
-            self._mix.append(self.config.envs[behind.index(max(behind))].id)
-            self._num_mixed[self._mix[-1]] += 1
-        return self._mix[group]
-
-    async def _wait_until_finished(self) -> list[Trajectory]:
-        finished: list[Trajectory] = []
-        while len(finished) < self.progress.num_target:
-            finished += await self._take_changes(CHANGES_WAIT_S)
-        return finished
+            self.groups.note(Trajectory(header, TrajectoryState.QUEUED, 0, 0))
 
     async def _take_changes(self, wait_s: float) -> list[Trajectory]:
         """Follow the store; returns what has newly finished."""
@@ -245,40 +162,25 @@ class Controller:
         self._cursor = changes.cursor
         finished = []
         for id, state in changes.items:
-            known = self.trajectories.get(id)
+            known = self.groups.trajectories.get(id)
             if known and known.outcome:
                 continue
             if state is TrajectoryState.FINISHED:
                 finished.append(await self.store.get(id))
-                self._note(finished[-1])
+                self.groups.note(finished[-1])
             elif known:
-                self._note(replace(known, state=state))
+                self.groups.note(replace(known, state=state))
         self.progress.num_finished += len(finished)
         self.progress.num_scored += sum(has_reward(t.outcome) for t in finished)
         self.progress.num_success += sum(is_success(t.outcome) for t in finished)
         self.on_progress(self.progress)
         return finished
 
-    async def _score_groups(self) -> None:
-        """Mark complete groups; run again, once, the members of one with too few valid ones."""
-        again: list[TrajectoryHeader] = []
-        for (level, index), group in self.groups.items():
-            members = [self.trajectories[id] for id in group.members.values()]
-            if group.is_scored or not all(member.outcome for member in members):
-                continue
-            broken = [m for m in members if m.outcome and m.outcome.reward is None]
-            may_retry = all(member.header.key.attempt == 0 for member in broken)
-            if broken and may_retry and len(members) - len(broken) < MIN_GROUP:
-                samples = [member.header.key.sample_index for member in broken]
-                again += [self._header(level, index, sample, attempt=1) for sample in samples]
-            else:
-                group.is_scored = True
-        await self._begin(again)
-
     async def _report(self, finished: list[Trajectory], wall_s: float) -> None:
         outcomes = [t.outcome for t in finished if t.outcome]
         rewards = [outcome.reward for outcome in outcomes if outcome.reward is not None]
-        scored = [group for group in self.groups.values() if group.is_scored]
+        faults = [outcome for outcome in outcomes if outcome.kind is OutcomeKind.INFRA_FAULT]
+        scored = self.groups.scored()
         stats = await self.store.stats()
         self.metrics.write(
             self.progress.iteration,
@@ -286,108 +188,63 @@ class Controller:
                 metrics.SUCCESS: _mean(float(is_success(outcome)) for outcome in outcomes),
                 metrics.REWARD: _mean(rewards),
                 metrics.NUM_FINISHED: len(finished),
-                metrics.NUM_PAUSED: len(self._unfinished()),
-                metrics.NUM_INFRA_FAULTS: sum(
-                    outcome.kind is OutcomeKind.INFRA_FAULT for outcome in outcomes
-                ),
+                metrics.NUM_UNFINISHED: len(self.groups.unfinished()),
+                metrics.NUM_INFRA_FAULTS: len(faults),
                 metrics.POLICY_TOKENS: _mean(t.num_policy_tokens for t in finished),
-                metrics.STEPS: _mean(len(t.steps) - 1 for t in finished),
+                metrics.STEPS: _mean(max(len(t.steps) - 1, 0) for t in finished),
                 metrics.ITERATION_S: wall_s,
                 metrics.TRAJECTORIES_PER_S: len(finished) / max(wall_s, 1e-9),
-                metrics.WORKER_RESTARTS: self.progress.num_restarts,
+                metrics.WORKER_RESTARTS: self.supervisor.num_restarts,
                 metrics.NUM_GROUPS: len(scored),
-                metrics.NUM_INFORMATIVE_GROUPS: sum(self._is_informative(g) for g in scored),
+                metrics.NUM_INFORMATIVE_GROUPS: sum(map(self.groups.is_informative, scored)),
                 metrics.STORE_TOKENS: stats.num_tokens,
                 metrics.STORE_INDEX_REBUILDS: stats.num_index_rebuilds,
             },
         )
 
-    def _is_informative(self, group: _Group) -> bool:
-        """Whether its rewards differ, so that a group-mean baseline leaves a gradient."""
-        outcomes = [self.trajectories[id].outcome for id in group.members.values()]
-        return len({outcome.reward for outcome in outcomes if outcome and outcome.reward}) > 1
-
-    async def _supervise(self, worker: WorkerHandle) -> None:
-        """Keep one worker running: a lost process is fenced, revived and started again."""
-        while True:
-            worker_id = f"{worker.name}-{self._incarnation[worker.name]}-{os.getpid()}"
-            try:
-                await worker.run(worker_id)
-                return
-            except WorkerLost as error:
-                await self.store.reap(worker_id)
-                self._incarnation[worker.name] += 1
-                self.progress.num_restarts += 1
-                if self.progress.num_restarts > self.config.rollout.max_worker_restarts:
-                    raise EngineError(
-                        f"worker {worker.name}: lost {self.progress.num_restarts} times in this"
-                        f" run (rollout.max_worker_restarts): {error}"
-                    ) from None
-                await worker.revive()
-
-    async def _each_worker(self, verb: str) -> None:
-        async def tell(worker: WorkerHandle) -> None:
-            try:
-                await getattr(worker, verb)()
-            except WorkerLost:
-                # Its supervisor revives it; a new process holds nothing and starts unpaused, so
-                # a pause has to be said again, and the other verbs hold already.
-                if verb != "resume":
-                    await worker.revive()
-                    await getattr(worker, verb)()
-
-        await asyncio.gather(*(tell(worker) for worker in self.workers))
-
-    async def _or_failure(
-        self, work: Coroutine[Any, Any, T], supervisors: list[asyncio.Task[None]]
-    ) -> T:
-        """`work`, unless a supervisor fails first: then its error."""
-        task = asyncio.create_task(work)
-        waiting: set[asyncio.Task[Any]] = {task, *supervisors}
-        try:
-            while not task.done():
-                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for finished in done - {task}:
-                    await finished
-            return await task
-        finally:
-            task.cancel()
-
     async def _recover(self) -> None:
-        """Take over what an earlier run of the same name left in the store."""
+        """Take over what an earlier run of the same name left, and fence its workers."""
         for trajectory in await self.store.trajectories():
-            self._note(trajectory)
-        path = self.config.run_folder / "iteration.json"
-        if path.exists() and self.trajectories:
-            self.progress.iteration = int(json.loads(path.read_text())["next"])
-        await self._score_groups()
+            self.groups.note(trajectory)
+        if self._path.exists() and self.groups.trajectories:
+            self._load()
+        for worker_id in self._saved.worker_ids:
+            await self.store.reap(worker_id)
+        self._saved.worker_ids = []
+        self.progress.iteration = self._saved.iteration
+        await self._begin(self.groups.score(self.progress.iteration))
 
-    def _save_iteration(self) -> None:
-        path = self.config.run_folder / "iteration.json"
-        temp = path.with_suffix(".tmp")
-        temp.write_text(json.dumps({"next": self.progress.iteration}))
-        os.replace(temp, path)
+    @property
+    def _path(self) -> Path:
+        return self.config.run_folder / "controller.json"
 
-    def _note(self, trajectory: Trajectory) -> None:
-        key = trajectory.header.key
-        self.trajectories[trajectory.id] = trajectory
-        members = self.groups[key.level, key.group_index].members
-        known = members.get(key.sample_index)
-        if known is None or self.trajectories[known].header.key.attempt <= key.attempt:
-            members[key.sample_index] = trajectory.id
+    def _load(self) -> None:
+        try:
+            saved = json.loads(self._path.read_text())
+            before = Counter({str(k): int(n) for k, n in saved["finished_before"].items()})
+            self._saved = _Saved(int(saved["iteration"]), before, list(saved["worker_ids"]))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{self._path}: not what a controller wrote ({error!r}); remove it to begin an"
+                " iteration with what the store holds"
+            ) from None
 
-    def _unfinished(self) -> list[Trajectory]:
-        return [t for t in self.trajectories.values() if t.outcome is None]
+    def _save(self, iteration: int) -> None:
+        """Note the start of an iteration."""
+        self._saved.iteration, self._saved.finished_before = iteration, self.groups.num_finished()
+        self._write()
 
+    def _note_worker(self, worker_id: str) -> None:
+        self._saved.worker_ids.append(worker_id)
+        self._write()
 
-def has_reward(outcome: Outcome | None) -> bool:
-    """Whether the ending was the policy's doing."""
-    return outcome is not None and outcome.reward is not None
-
-
-def is_success(outcome: Outcome | None) -> bool:
-    """Whether the policy solved the task: full reward."""
-    return outcome is not None and outcome.reward is not None and outcome.reward >= 1.0
+    def _write(self) -> None:
+        saved = {
+            "iteration": self._saved.iteration,
+            "finished_before": self._saved.finished_before,
+            "worker_ids": self._saved.worker_ids,
+        }
+        replace_file(self._path, json.dumps(saved))
 
 
 def _mean(values: Iterable[float]) -> float:

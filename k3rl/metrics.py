@@ -13,7 +13,7 @@ from typing import IO, Any
 SUCCESS = "rollout/success_fraction"
 REWARD = "rollout/reward_mean"
 NUM_FINISHED = "rollout/num_finished"
-NUM_PAUSED = "rollout/num_paused"
+NUM_UNFINISHED = "rollout/num_unfinished"
 NUM_INFRA_FAULTS = "rollout/num_infra_faults"
 POLICY_TOKENS = "rollout/policy_tokens_mean"
 STEPS = "rollout/steps_mean"

@@ -490,7 +490,7 @@ def encode(value: Any, cls: Any = None) -> bytes:
             arrays.append(np.ascontiguousarray(node))
             return {"$array": [node.dtype.str, len(node)]}
         if isinstance(node, Mapping):
-            return {key: lift(item) for key, item in node.items()}
+            return {_escaped(key): lift(item) for key, item in node.items()}
         if isinstance(node, list | tuple):
             return [lift(item) for item in node]
         return node
@@ -517,7 +517,16 @@ def decode(cls: type[T], data: bytes) -> T:
                 array = np.frombuffer(data, dtype, count, position)
                 position += array.nbytes
                 return array
-            return {key: drop(item) for key, item in node.items()}
+            return {key.removeprefix("$"): drop(item) for key, item in node.items()}
         return [drop(item) for item in node] if isinstance(node, list) else node
 
-    return from_plain(cls, drop(head))
+    try:
+        plain = drop(head)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserInputError(f"{cls}: not an encoded carrier: {error}") from None
+    return from_plain(cls, plain)
+
+
+def _escaped(key: str) -> str:
+    """Keys come from policies too: one that starts with the array mark must not become a mark."""
+    return f"${key}" if key.startswith("$") else key

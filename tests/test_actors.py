@@ -9,10 +9,10 @@ import ray
 
 from k3rl import actors, errors
 from k3rl import config as configs
-from k3rl.controller import WorkerLost
 from k3rl.learner.protocol import Denominators, Learner
 from k3rl.store.protocol import TrajectoryStore
 from k3rl.store.redis_server import EmbeddedServer
+from k3rl.supervisor import WorkerLost
 from tests.learner.test_learner_contract import DENOMINATORS, batch
 from tests.store.store_builders import service
 from tests.store.store_contract import CASES
@@ -87,6 +87,7 @@ def test_a_proxy_has_the_contracts_methods_only():
 @pytest.fixture(scope="module")
 def cluster():
     ray.init(
+        "local",
         num_cpus=2,
         resources={"rollout": 1, "store": 2, "learner": 1},
         include_dashboard=False,
@@ -144,7 +145,7 @@ def test_a_lost_worker_is_told_and_revived_as_a_new_process(tmp_path, valkey, cl
         os.kill(await worker.pid(), 9)
         with pytest.raises(WorkerLost):
             await asyncio.wait_for(running, 60)
-        await asyncio.gather(worker.revive(), worker.revive())
+        await worker.revive()
         again = asyncio.create_task(worker.run("w-1"))
         await worker.stop()
         await asyncio.wait_for(again, 60)

@@ -91,7 +91,19 @@ def test_overrides_take_yaml_values_and_reach_into_lists(base):
 
 
 @pytest.mark.parametrize(
-    "override", ["rollout.num_grops=3", "rollout", "=3", "envs.3.id=x", "seed.x=1", "seed=["]
+    "override",
+    [
+        "rollout.num_grops=3",
+        "rollout",
+        "=3",
+        "envs.3.id=x",
+        "seed.x=1",
+        "seed=[",
+        "engine.policies.0.x=1",
+        "store.lease_ttl_s=.inf",
+        "intensity.levels=[max, max]",
+        "envs=[{id: a/B-v0}, {id: a/B-v0}]",
+    ],
 )
 def test_a_wrong_override_is_named(base, override):
     with pytest.raises(ConfigError, match="override") as caught:
@@ -111,6 +123,21 @@ def test_schedules_are_linear_then_flat(base):
 def test_identity_ignores_what_may_change_when_a_run_is_carried_on(base):
     first = configs.load(base)
     longer = configs.load(base, ["run.iterations=9", "rollout.num_workers=3"])
-    other = configs.load(base, ["seed=1"])
-    assert first.identity == longer.identity
-    assert first.identity != other.identity
+    paced = configs.load(base, ["engine.tokens_per_s=10"])
+    assert first.identity == longer.identity == paced.identity
+    for change in ("seed=1", "curriculum.first_task=3", "sandbox.backend=process"):
+        assert configs.load(base, [change]).identity != first.identity
+
+
+def test_absolute_makes_folders_independent_of_where_a_process_runs(base):
+    config = configs.load(base, ["sandbox.scratch=here"]).absolute()
+    assert config.run_folder.is_absolute()
+    assert Path(config.sandbox.scratch).is_absolute()
+    assert configs.load(base).absolute().sandbox.scratch is None
+
+
+def test_a_file_that_is_not_text_is_one_line(tmp_path):
+    path = tmp_path / "binary.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not text"):
+        configs.load(path)

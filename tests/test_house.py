@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
 
 ROOT = Path(__file__).parents[1]
 LEAVES = {"types", "errors", "blobs"}
@@ -31,7 +32,12 @@ ARROWS = {
     },
     "replay": {"store", "rollout", "learner", "envs", "sandboxes", "config"},
     "view": {"store", "rollout.renderer", "config"},
-    "controller": {"config", "metrics", "envs.base", "learner.protocol", "store.protocol"},
+    "supervisor": {"store.protocol"},
+    "groups": {"config", "envs.base"},
+    "controller": {
+        "config", "metrics", "groups", "supervisor", "envs.base", "learner.protocol",
+        "store.protocol",
+    },
     "actors": None,
     "cluster": None,
     "cli": None,
@@ -197,8 +203,9 @@ def test_symlinks_are_relative() -> None:
         assert not (ROOT / name / "__init__.py").exists()
 
 
-def test_ray_cluster_offers_the_tags_the_code_asks_for() -> None:
+def test_ray_cluster_is_valid_and_offers_the_tags_the_code_asks_for() -> None:
     cluster = yaml.safe_load((ROOT / "ray_cluster.yaml").read_text())
+    validate_config(prepare_config(cluster))
     offered = set()
     for node in cluster["available_node_types"].values():
         offered |= set(node["resources"])

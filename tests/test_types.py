@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from k3rl.errors import CorruptData, UserInputError
@@ -46,14 +46,20 @@ def test_token_frames_survive_encoding_bit_for_bit(ids):
     assert (after.id, after.epoch, after.offset, after.spans) == (KEY.id, 7, 5, before.spans)
 
 
-@given(
-    st.text(),
-    st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists, max_leaves=5),
+KEYS = st.text() | st.sampled_from(["$array", "$$array", "$", "$x"])
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=8,
 )
+
+
+@given(KEYS, JSON_VALUES)
+@example("$array", ["<i4", 5])
 def test_carriers_of_text_and_json_survive_encoding(text, value):
-    call = ToolCall("cat", {"path": value, text: 1}, 1)
+    call = ToolCall("cat", {text: value}, 1)
     record = ToolRecord(call, ToolStatus.ERROR, text, "d", 0.5)
-    step = Step(1, 0, 4, calls=(record,), env_state={"x": value})
+    step = Step(1, 0, 4, calls=(record,), env_state={text: value})
     assert decode(Step, encode(step)) == step
     assert from_plain(Step, to_plain(step)) == step
     assert decode(list[Step], encode([step], list[Step])) == [step]
@@ -105,7 +111,9 @@ def test_frames_refuse_arrays_that_disagree():
         TokenFrame(KEY.id, 0, 0, ids, np.ones(3, bool), np.zeros(3, np.float32), ())
 
 
-@pytest.mark.parametrize("data", [b"", b"\x01", b"\x04\x00\x00\x00{}", b"\x02\x00\x00\x00{}"])
+@pytest.mark.parametrize(
+    "data", [b"", b"\x01", b"\4\0\0\0{}", b"\2\0\0\0{}", b"\2\0\0\0[]", b'\x0c\0\0\0{"$array":[]}']
+)
 def test_decoding_foreign_bytes_is_a_user_error(data):
     with pytest.raises(UserInputError):
         decode(TokenFrame, data)

@@ -29,6 +29,3 @@ def main() -> None:
     except K3rlError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("interrupted; the store is complete, the same command carries on", file=sys.stderr)
-        sys.exit(130)

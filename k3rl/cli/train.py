@@ -15,10 +15,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from k3rl import config as configs
+from k3rl.blobs import replace_file
 from k3rl.config import Config
-from k3rl.controller import Controller, Summary, is_success
+from k3rl.controller import Controller, Summary
 from k3rl.controller import Progress as RunProgress
 from k3rl.errors import ConfigError
+from k3rl.groups import is_success
 from k3rl.types import OutcomeKind, Trajectory, TrajectoryState, digest_json
 
 FAULTS = (OutcomeKind.INFRA_FAULT, OutcomeKind.GRADER_FAULT)
@@ -66,7 +68,7 @@ def claim_folder(settings: Config) -> None:
             )
     try:
         settings.run_folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(settings.to_yaml())
+        replace_file(path, settings.to_yaml())
     except OSError as error:
         raise ConfigError(f"{path}: cannot write: {error.strerror}") from None
 
@@ -116,7 +118,11 @@ def run(settings: Config, console: Console) -> Summary:
                 success=now.num_success / max(now.num_scored, 1),
             )
 
-        return asyncio.run(go())
+        try:
+            return asyncio.run(go())
+        except KeyboardInterrupt:
+            typer.echo("interrupted: the same command carries the run on", err=True)
+            raise typer.Exit(130) from None
 
 
 def report(settings: Config, summary: Summary, console: Console) -> None:

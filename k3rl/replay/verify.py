@@ -36,6 +36,7 @@ class ReplayReport:
 
     trajectory: Trajectory
     verdicts: tuple[StepVerdict, ...]
+    """One per step, up to the one where the replayed world ended."""
 
     @property
     def is_identical(self) -> bool:
@@ -76,6 +77,8 @@ async def replay(
             turn = tokens[step.token_start : _turn_end(step, tokens, renderer)]
             result = await env.act(renderer.parse_turn(turn))
             verdicts.append(_verdict(step, result, await backend.tree_digest(sandbox_id)))
+            if result.terminated:
+                break
     finally:
         await env.close()
         await backend.close(sandbox_id)

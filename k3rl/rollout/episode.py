@@ -14,6 +14,7 @@ the turn goes on behind them; so a resumed trajectory equals an uninterrupted on
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from dataclasses import dataclass, replace
 
@@ -21,7 +22,7 @@ import numpy as np
 
 from k3rl.envs.base import StepResult, ToolEnv
 from k3rl.errors import GraderError, SandboxError
-from k3rl.rollout.engine import GenerateRequest, RolloutEngine, SamplingLaw
+from k3rl.rollout.engine import Delta, GenerateRequest, RolloutEngine, SamplingLaw
 from k3rl.rollout.renderer import Renderer
 from k3rl.sandboxes.base import Sandbox, SandboxBackend, SandboxSpec
 from k3rl.store.ledger import Ledger
@@ -42,6 +43,7 @@ from k3rl.types import (
 
 OVER_BUDGET_REWARD = -1.0
 """Design decision 1 (Kimi K3 report, arXiv 2607.24653 section 4)."""
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,13 +172,15 @@ class Episode:
 
     async def _sample(self, request: GenerateRequest) -> FinishReason:
         """Append every `ack_tokens` tokens, at a version change, and at the end."""
-        pending: list[tuple[Int32Array, np.ndarray, Span]] = []
+        pending: list[Delta] = []
         count = 0
         reason: FinishReason | None = None
         async for delta in self.parts.engine.generate(request):
-            span = Span(count, Author.POLICY, delta.policy_version, delta.state_version)
+            if pending and _versions(delta) != _versions(pending[0]):
+                await self._append(pending)
+                pending, count = [], 0
             if len(delta.token_ids):
-                pending.append((delta.token_ids, delta.rollout_logprobs, span))
+                pending.append(delta)
                 count += len(delta.token_ids)
             reason = delta.finish_reason
             if pending and (count >= self.parts.ack_tokens or reason is not None):
@@ -187,15 +191,13 @@ class Episode:
         assert reason is not None, "an engine ends a request with a finish reason"
         return reason
 
-    async def _append(self, pending: list[tuple[Int32Array, np.ndarray, Span]]) -> None:
-        ids = np.concatenate([item[0] for item in pending])
-        logprobs = np.concatenate([item[1] for item in pending])
-        spans: list[Span] = []
-        for _, _, span in pending:
-            if not spans or replace(span, start=spans[-1].start) != spans[-1]:
-                spans.append(span)
+    async def _append(self, pending: list[Delta]) -> None:
+        """Make deltas of one version durable, as one span."""
+        ids = np.concatenate([delta.token_ids for delta in pending])
+        logprobs = np.concatenate([delta.rollout_logprobs for delta in pending])
+        span = Span(0, Author.POLICY, *_versions(pending[0]))
         mask = np.ones(len(ids), bool)
-        frame = TokenFrame(self.id, self.epoch, self._num_tokens, ids, mask, logprobs, tuple(spans))
+        frame = TokenFrame(self.id, self.epoch, self._num_tokens, ids, mask, logprobs, (span,))
         ack = await self.parts.store.append(frame)
         self._take(ids)
         self._num_sampled += len(ids)
@@ -287,6 +289,14 @@ class Episode:
                 await asyncio.to_thread(self.parts.ledger.write, ack)
 
     async def _close(self) -> None:
-        await self.env.close()
-        if self.sandbox is not None:
-            await self.parts.backend.close(self.sandbox.id)
+        """Free session and sandbox; what the sandbox refuses is no part of the outcome."""
+        try:
+            await self.env.close()
+            if self.sandbox is not None:
+                await self.parts.backend.close(self.sandbox.id)
+        except SandboxError as error:
+            _log.warning("trajectory %s: its sandbox is left behind: %s", self.id, error)
+
+
+def _versions(delta: Delta) -> tuple[int, int]:
+    return delta.policy_version, delta.state_version

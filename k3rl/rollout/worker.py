@@ -123,7 +123,7 @@ class RolloutWorker:
             # Another worker holds the trajectory now; what was sampled past its claim is void.
             pass
         except Exception as error:
-            self._failure = self._failure or error
+            self._fail(error)
         finally:
             self._episodes.pop(episode.id, None)
             self._wake.set()
@@ -135,9 +135,17 @@ class RolloutWorker:
 
     async def _heartbeat(self, worker_id: str) -> None:
         """Renew the lease while every slot is busy and nothing else talks to the store."""
-        while True:
-            await asyncio.sleep(self.config.store.lease_ttl_s / 3)
-            await self.store.claim(worker_id, 0, list(self._episodes), 0.0)
+        try:
+            while True:
+                await asyncio.sleep(self.config.store.lease_ttl_s / 3)
+                await self.store.claim(worker_id, 0, list(self._episodes), 0.0)
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Let `run` end with the first error that an episode cannot answer for."""
+        self._failure = self._failure or error
+        self._wake.set()
 
     def _ledger(self, worker_id: str) -> Ledger | None:
         if not self.config.run.ledger:

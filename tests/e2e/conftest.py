@@ -1,5 +1,6 @@
 """Drive the installed command line as a user does, in a folder of its own."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -26,10 +27,11 @@ class User:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.started: list[subprocess.Popen] = []
         (folder / "e2e.yaml").write_text(CONFIG)
 
     def start(self, *args: str, **options) -> subprocess.Popen:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [K3RL, *args],
             cwd=self.folder,
             stdout=subprocess.PIPE,
@@ -38,6 +40,18 @@ class User:
             env={**os.environ, "COLUMNS": "200"},
             **options,
         )
+        self.started.append(process)
+        return process
+
+    def end_all(self) -> None:
+        """Kill what a failed test has left running, with all its descendants."""
+        for process in self.started:
+            if process.poll() is None:
+                family = psutil.Process(process.pid).children(recursive=True)
+                for member in [process, *family]:
+                    with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                        member.kill()
+                process.wait()
 
     def run(self, *args: str, code: int = 0, timeout_s: float = 300) -> str:
         """Run to the end; returns stdout, or stderr where a failure is expected."""
@@ -58,13 +72,19 @@ class User:
 
 @pytest.fixture
 def user(tmp_path):
-    return User(tmp_path)
+    user = User(tmp_path)
+    yield user
+    user.end_all()
 
 
 def children_titled(process: subprocess.Popen, title: str) -> list[psutil.Process]:
     """Descendants of `process` whose command line holds `title`, oldest first."""
     found = []
-    for child in psutil.Process(process.pid).children(recursive=True):
+    try:
+        children = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    for child in children:
         try:
             if title in " ".join(child.cmdline()):
                 found.append(child)

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import ray
 
-from k3rl.controller import is_success
+from k3rl.groups import is_success
 from k3rl.store.fsck import compare_ledger
 from k3rl.store.reader import StoreReader
 
@@ -49,19 +49,19 @@ def test_oracle_wins_and_null_loses_all_of_200_tasks_and_50_replay_identically(u
                for line in out.splitlines()) == 50  # fmt: skip
 
 
-def played_with_a_kill(user, tools, title, num_kills=1):
-    """Play 48 trajectories and SIGKILL processes titled `title` while they play."""
+def played_with_kills(user, tools, *titles):
+    """Play 48 trajectories and SIGKILL one process of each title in turn while they play."""
     process = user.start(
         "train", "e2e.yaml", *RAY, "rollout.num_groups=24", "engine.tokens_per_s=200",
         "engine.delta_tokens=5", "rollout.ack_tokens=10",
     )  # fmt: skip
     ledger = user.run_folder / "ledger"
     killed = []
-    for kill in range(num_kills):
+    for title in titles:
         lines = tools.wait_for(lambda: count_lines(ledger))
         tools.wait_for(lambda seen=lines: count_lines(ledger) >= seen + 20)
         victims = [p for p in tools.children_titled(process, title) if p.pid not in killed]
-        assert victims, f"nothing titled {title} at kill {kill}"
+        assert victims, f"nothing titled {title} after {len(killed)} kills"
         tools.kill(victims[0])
         killed.append(victims[0].pid)
         tools.wait_for(lambda pid=victims[0].pid: not is_alive(pid))
@@ -88,17 +88,18 @@ def is_alive(pid):
 
 
 def test_a_killed_rollout_worker_loses_and_duplicates_nothing(user, tools):
-    out = played_with_a_kill(user, tools, "ray::WorkerActor")
+    out = played_with_kills(user, tools, "ray::WorkerActor")
     assert " 1 worker restarts" in out
 
 
 def test_a_killed_store_service_loses_and_duplicates_nothing(user, tools):
-    out = played_with_a_kill(user, tools, "ray::StoreActor")
+    out = played_with_kills(user, tools, "ray::StoreActor")
     assert " 0 worker restarts" in out
 
 
 def test_a_run_on_an_existing_cluster_leaves_it_standing(user, tools):
     ray.init(
+        "local",
         num_cpus=2,
         resources={"rollout": 2, "store": 1, "learner": 1},
         include_dashboard=False,
@@ -117,16 +118,38 @@ def test_a_run_on_an_existing_cluster_leaves_it_standing(user, tools):
 
 
 def test_a_cluster_without_the_resource_tags_is_one_line(user):
-    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
+    ray.init(
+        "local",
+        num_cpus=1,
+        include_dashboard=False,
+        object_store_memory=80 << 20,
+        log_to_driver=False,
+    )
     try:
         address = ray.get_runtime_context().gcs_address
         err = user.train(*RAY, f"cluster.address={address}", code=2)
         assert "ray_cluster.yaml" in err
-        assert "'learner', 'rollout', 'store'" in err
+        assert "CPU 2, learner 1, rollout 2, store 1" in err
     finally:
         ray.shutdown()
 
 
 @pytest.mark.slow
 def test_many_kills_of_both_in_one_run(user, tools):
-    played_with_a_kill(user, tools, "ray::StoreActor", num_kills=3)
+    out = played_with_kills(user, tools, *["ray::StoreActor", "ray::WorkerActor"] * 3)
+    assert " 3 worker restarts" in out
+
+
+def test_a_killed_driver_carries_on_and_plays_what_an_undisturbed_run_plays(user, tools):
+    command = ["train", "e2e.yaml", *RAY, "rollout.num_groups=8", "engine.tokens_per_s=200"]
+    process = user.start(*command)
+    tools.wait_for(lambda: count_lines(user.run_folder / "ledger") >= 30)
+    family = tools.psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.wait()
+    tools.psutil.wait_procs(family, timeout=60)
+    out = user.run(*command)
+    assert " 0 trajectories unfinished" in out
+    counts, _ = successes(user, ["oracle", "random"])
+    assert sum(counts.values()) == 16
+    check_ledger(user)
