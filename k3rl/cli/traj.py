@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from k3rl.cli.runs import RunOption, find_run
+from k3rl.cli.tables import plain_table
 from k3rl.store.protocol import Ref
 from k3rl.store.reader import StoreReader
 from k3rl.types import Step, Trajectory
@@ -27,9 +27,9 @@ def ls(
     """List trajectories: id, task, level, state, reward, tokens, steps."""
     folder, _ = find_run(run)
     rows = [t for t in StoreReader(folder / "store").trajectories() if _matches(t, env, outcome)]
-    table = Table(title=f"{folder}: {len(rows)} trajectories")
-    for column in ("id", "environment", "level", "group", "state", "reward", "tokens", "steps"):
-        table.add_column(column)
+    names = ["id", "environment", "level", "group", "state"]
+    title = f"{folder}: {len(rows)} trajectories"
+    table = plain_table(title, names, ["reward", "tokens", "steps"])
     for trajectory in rows[: limit or None]:
         table.add_row(*_row(trajectory))
     Console().print(table)
