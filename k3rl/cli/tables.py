@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from rich import box
 from rich.table import Table
 
 
 def plain_table(title: str | None, names: list[str], numbers: list[str] | None = None) -> Table:
     """A table with text columns `names`, then right-aligned columns `numbers`."""
-    table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
-    )
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in names:
         table.add_column(name, no_wrap=True)
     for name in numbers or []:
