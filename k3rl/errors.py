@@ -32,6 +32,10 @@ class SandboxLost(SandboxError):
     """A sandbox that existed is gone: closed, reaped, or its host died."""
 
 
+class UncapturableTree(SandboxError):
+    """The policy made a workspace that no snapshot can hold: its fault, not the machine's."""
+
+
 class EngineError(K3rlError):
     """A rollout engine failed or was asked for a law or state it does not support."""
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from k3rl.errors import SandboxError
+from k3rl.errors import SandboxError, UncapturableTree
 from k3rl.sandboxes.layers import INLINE_BYTES, ROOT, Entry, EntryType, parent_of, sort_key
 from k3rl.types import Digest, digest_bytes
 
@@ -173,7 +173,7 @@ def _scan_folder(
     into: list[Entry],
 ) -> None:
     if path.count("/") >= MAX_DEPTH:
-        raise SandboxError(f"workspace folders are nested deeper than {MAX_DEPTH}")
+        raise UncapturableTree(f"workspace folders are nested deeper than {MAX_DEPTH}")
     mode, mtime_ns = stat.S_IMODE(status.st_mode), status.st_mtime_ns
     into.append(Entry(path, EntryType.DIR, mode, mtime_ns, is_opaque=_is_opaque(handle)))
     for name in os.listdir(handle):
@@ -229,7 +229,7 @@ def _scan_special(folder: int, name: str, path: str, status: os.stat_result) -> 
         return Entry(path, EntryType.FIFO, mode, status.st_mtime_ns)
     if kind == stat.S_IFSOCK:
         return Entry(path, EntryType.SOCKET, mode, status.st_mtime_ns)
-    raise SandboxError(f"workspace holds a device: {path!r}")
+    raise UncapturableTree(f"workspace holds a device: {path!r}")
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from k3rl.envs.base import StepResult, ToolEnv
-from k3rl.errors import GraderError, SandboxError
+from k3rl.errors import GraderError, SandboxError, UncapturableTree
 from k3rl.rollout.engine import Delta, GenerateRequest, RolloutEngine, SamplingLaw
 from k3rl.rollout.renderer import Renderer
 from k3rl.sandboxes.base import Sandbox, SandboxBackend, SandboxSpec
@@ -98,6 +98,8 @@ class Episode:
             return self.claim.outcome
         try:
             outcome = await self._play()
+        except UncapturableTree as error:
+            outcome = Outcome(OutcomeKind.POLICY_FAULT, 0.0, detail=str(error))
         except SandboxError as error:
             outcome = Outcome(OutcomeKind.INFRA_FAULT, detail=str(error))
         except GraderError as error:

@@ -14,7 +14,14 @@ from pathlib import Path
 import pytest
 
 from k3rl.blobs import BlobStore
-from k3rl.errors import CapabilityMissing, CorruptData, SandboxError, SandboxLost, UserInputError
+from k3rl.errors import (
+    CapabilityMissing,
+    CorruptData,
+    SandboxError,
+    SandboxLost,
+    UncapturableTree,
+    UserInputError,
+)
 from k3rl.sandboxes.base import (
     MIB,
     Capability,
@@ -775,3 +782,14 @@ def test_malformed_requests_are_user_errors(kind, tmp_path):
 def test_a_spec_survives_its_journey_as_plain_data():
     spec = SandboxSpec(environment={"A": "b"}, executables=("sh", "python3"))
     assert from_plain(SandboxSpec, json.loads(json.dumps(to_plain(spec)))) == spec
+
+
+def test_a_tree_that_no_snapshot_can_hold_is_its_makers_fault(kind, tmp_path):
+    async def body(backend):
+        box = await backend.create(ANY)
+        made = await sh(backend, box, "for i in $(seq 250); do mkdir d && cd d || exit 1; done")
+        assert made.exit_code == 0
+        with pytest.raises(UncapturableTree, match="deeper than 200"):
+            await backend.snapshot(box, {})
+
+    play(kind, tmp_path, body)
