@@ -87,7 +87,9 @@ def _compare(
     entries: list[Ack],
 ) -> None:
     end, at = base + len(tokens.token_ids), base
-    for ack in sorted(entries, key=lambda ack: (ack.offset, ack.count)):
+    # Of two that claim the same tokens, the one that is stored counts first.
+    equal = {ack: _is_equal(tokens, base, ack) for ack in entries}
+    for ack in sorted(entries, key=lambda ack: (ack.offset, ack.count, not equal[ack])):
         if ack.offset + ack.count > end or ack.offset < base:
             report.lost.append(_range(ack))
             continue
@@ -97,11 +99,15 @@ def _compare(
         if ack.offset > at:
             report.unknown.append(Range(id, context, at, ack.offset))
         at = ack.offset + ack.count
-        low, high = ack.offset - base, at - base
-        if content_hash(tokens, low, high) != ack.content_hash:
+        if not equal[ack]:
             report.mismatched.append(_range(ack))
     if at < end:
         report.unknown.append(Range(id, context, at, end))
+
+
+def _is_equal(tokens: Tokens, base: int, ack: Ack) -> bool:
+    low = ack.offset - base
+    return low >= 0 and content_hash(tokens, low, low + ack.count) == ack.content_hash
 
 
 def _range(ack: Ack) -> Range:

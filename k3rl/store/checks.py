@@ -7,8 +7,9 @@ import re
 from k3rl.blobs import BlobStore
 from k3rl.errors import StoreError, UserInputError
 from k3rl.store.protocol import StepFrame, UpdateRow
-from k3rl.types import Digest
+from k3rl.types import Digest, TokenFrame, TrajectoryHeader
 
+INT32, INT64 = 2**31, 2**63
 _DIGEST = re.compile("[0-9a-f]{64}")
 _ID = re.compile("[0-9a-f]{32}")
 
@@ -19,11 +20,62 @@ def check_digest(what: str, digest: Digest | None) -> None:
         raise UserInputError(f"{what}: {digest!r} is not a digest (64 hex digits)")
 
 
+def check_text(what: str, *texts: str | None) -> None:
+    """Raises UserInputError for a text that UTF-8 cannot hold (a lone surrogate)."""
+    for text in texts:
+        try:
+            (text or "").encode()
+        except UnicodeEncodeError as error:
+            raise UserInputError(f"{what}: {text!r} cannot be stored: {error.reason}") from None
+
+
+def check_numbers(what: str, limit: int, *numbers: int | None) -> None:
+    """Raises UserInputError for a number outside [-limit, limit)."""
+    for number in numbers:
+        if not -limit <= (number or 0) < limit:
+            raise UserInputError(f"{what}: {number} does not fit {limit.bit_length()} bits")
+
+
+def check_header(header: TrajectoryHeader) -> None:
+    """Raises UserInputError for a header that the `trajectories` table cannot hold."""
+    key, parent = header.key, header.parent
+    texts = (key.run_id, key.task_key, key.level, header.task.env_id)
+    check_text("trajectory header", *texts)
+    numbers = (key.group_index, key.sample_index, key.attempt, header.iteration)
+    check_numbers(f"trajectory {header.id}", INT64, *numbers)
+    if parent is not None:
+        where = f"trajectory {header.id}: parent"
+        if not _ID.fullmatch(parent.id):
+            raise UserInputError(f"{where}: {parent.id!r} is not a trajectory id")
+        check_numbers(where, INT32, parent.context, parent.step)
+
+
+def check_frame(frame: TokenFrame) -> None:
+    """Raises UserInputError for numbers that the `segments` table cannot hold."""
+    where = f"trajectory {frame.id}: tokens at {frame.offset}"
+    check_numbers(where, INT32, frame.context)
+    check_numbers(where, INT64, frame.offset, frame.epoch)
+    for span in frame.spans:
+        check_numbers(f"{where}: versions", INT32, span.policy_version, span.state_version)
+
+
 def check_commit(frame: StepFrame, blobs: BlobStore) -> None:
-    """Raises StoreError when a layer of the snapshot is not stored, so it could not be restored."""
+    """Raises UserInputError for a step that the tables cannot hold.
+
+    Raises StoreError when a layer of the snapshot is not stored, so it could not be restored.
+    """
+    step, where = frame.step, f"step {frame.step.index}"
+    check_numbers(where, INT32, step.index, step.context)
+    check_numbers(where, INT64, step.token_start, step.token_end)
+    check_text(where, step.snapshot_before, step.snapshot_after, step.tree_digest)
+    if frame.tokens is not None:
+        check_frame(frame.tokens)
     if frame.snapshot is None:
         return
-    name = frame.snapshot.snapshot_id
+    taken = frame.snapshot
+    name = taken.snapshot_id
+    check_text("snapshot", name, taken.parent, taken.tree_digest, taken.process_state)
+    check_numbers(f"snapshot {name}", INT64, taken.num_bytes)
     for layer in frame.snapshot.layers:
         check_digest(f"snapshot {name}: layer", layer)
         if not blobs.has(layer):
@@ -31,7 +83,10 @@ def check_commit(frame: StepFrame, blobs: BlobStore) -> None:
 
 
 def check_update(row: UpdateRow) -> None:
-    """Raises UserInputError when members, advantages and losses do not match."""
+    """Raises UserInputError when it does not fit, or members, advantages and losses differ."""
+    check_text(f"update {row.update}: rng_key", row.rng_key)
+    numbers = (row.update, row.policy_version_in, row.policy_version_out, row.manifest_seq)
+    check_numbers(f"update {row.update}", INT64, *numbers)
     check_digest(f"update {row.update}: checkpoint", row.checkpoint)
     for member in row.members:
         if not _ID.fullmatch(member):

@@ -95,6 +95,8 @@ class StoreCore:
         self._seal_lock = asyncio.Lock()
         self._seal_wanted = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._sealing: set[asyncio.Task[None]] = set()
+        self._closing: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         """Lock the root, recover, fill the index. Raises StoreError, CorruptData, SchemaTooNew."""
@@ -115,15 +117,22 @@ class StoreCore:
         self._lock = lock
         self._state.usage.setdefault(self._journal.current_file, set())
         self._seen = dict.fromkeys(self._live.workers(), time.monotonic())
-        self._is_open = True
+        self._is_open, self._closing = True, None
         self._spawn(self._reap_silent())
         self._spawn(self._seal_when_wanted())
 
     async def aclose(self) -> None:
-        """Seal what is finished, stop, and leave the files complete. Closing twice is fine."""
-        if not self._is_open:
-            return
-        self._is_open = False
+        """Seal what is finished, stop, and leave the files complete. Closing twice is fine.
+
+        A caller that goes away does not stop it: the root stays locked until all writing has ended.
+        """
+        if self._is_open:
+            self._is_open = False
+            self._closing = asyncio.create_task(self._close())
+        if self._closing is not None and not self._closing.done():
+            await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         self._work.wake()
         self._changed.wake()
         try:
@@ -134,6 +143,7 @@ class StoreCore:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.gather(*self._sealing, return_exceptions=True)
             await self._journal.aclose()
             await self._mirror.aclose()
             self._lock.release()
@@ -250,7 +260,17 @@ class StoreCore:
         return TokenFrame(id, epoch, 0, *tokens, context=number)
 
     async def _seal(self, pin: bool = False) -> None:
-        """Seal what has finished so far, in rounds; the last record is pinned when asked."""
+        """Seal what has finished so far, in rounds; the last record is pinned when asked.
+
+        It runs to its end even when the caller goes away: memory must follow a record that is
+        linked, or no later one could be written.
+        """
+        task = asyncio.create_task(self._seal_rounds(pin))
+        self._sealing.add(task)
+        task.add_done_callback(self._sealing.discard)
+        await asyncio.shield(task)
+
+    async def _seal_rounds(self, pin: bool) -> None:
         async with self._seal_lock:
             state, target = self._state, self._state.last_sequence
             while state.has_unsealed(target):
@@ -262,8 +282,8 @@ class StoreCore:
                     seal, self.root, state.manifest, self._files, batch, draft
                 )
                 gone = state.sealed(batch, record, extents)
-                self._files.forget(gone)
                 await asyncio.to_thread(_delete, self.root / "journal", gone)
+                self._files.forget(gone)
             if pin and not state.manifest.head.is_pinned:
                 pinned = replace(state.next_record(), is_pinned=True)
                 state.manifest.take(await asyncio.to_thread(state.manifest.write, pinned))
@@ -274,12 +294,23 @@ class StoreCore:
             self._seal_wanted.clear()
             try:
                 await self._seal()
-            except StoreError as error:
-                _log.error("sealing failed, tokens stay in the journal: %s", error)
+            except Exception as error:
+                is_known = isinstance(error, StoreError)
+                _log.error(
+                    "sealing failed, tokens stay in the journal: %s", error, exc_info=not is_known
+                )
 
     async def _reap_silent(self) -> None:
+        """A round that comes late says nothing of the workers: nobody could be heard meanwhile."""
+        period_s = self._lease_ttl_s / 4
         while True:
-            await asyncio.sleep(self._lease_ttl_s / 4)
+            asked = time.monotonic()
+            await asyncio.sleep(period_s)
+            late_s = time.monotonic() - asked - period_s
+            if late_s > period_s:
+                _log.warning("the store's event loop stood still for %.1f s", late_s)
+                self._seen = {worker: at + late_s for worker, at in self._seen.items()}
+                continue
             oldest = time.monotonic() - self._lease_ttl_s
             for worker_id in self._live.workers():
                 if self._waiting[worker_id] <= 0 and self._seen.get(worker_id, 0.0) < oldest:
@@ -309,6 +340,10 @@ class StoreCore:
 
 
 def _delete(folder: Path, names: list[str]) -> None:
-    for name in names:
-        (folder / name).unlink(missing_ok=True)
-    fsync_folder(folder)
+    try:
+        for name in names:
+            (folder / name).unlink(missing_ok=True)
+        fsync_folder(folder)
+    except OSError as error:
+        # Recovery knows them as left over.
+        _log.warning("%s: sealed journal files stay until the next start: %s", folder, error)

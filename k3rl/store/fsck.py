@@ -3,7 +3,8 @@
 `check` looks at the manifest chain, every sealed file (size, file hash, page checksums, content
 hashes), every journal frame, whether the frames make sense, whether each context is whole, and the
 blobs that snapshots and versions name. With `repair` it moves what is broken to `quarantine/`,
-deleting nothing: the journal from its first bad frame on, or all of a sealed batch.
+deleting nothing, and gives up only what misses something: trajectories that lost a frame of the
+journal, or those of a broken sealed batch, with all that branched off them.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from k3rl.store.parquet import file_digest, open_sealed, read_groups, read_rows
 from k3rl.store.record import Piece, TrajectoryRecord
 from k3rl.store.recovery import (
     RootLock,
-    cut_off,
+    disk_error,
     journal_files,
     quarantine,
     recover,
     scan_journal,
     sealed_extents,
 )
+from k3rl.store.salvage import drop_parentless, parentless, roll_back, salvage_journal
 from k3rl.store.state import StoreState
 from k3rl.store.tokens import TokenFiles
 
@@ -46,7 +48,7 @@ class Finding:
     field: str
     detail: str
     repaired: str = ""
-    """Where it was moved to; empty: it is still there."""
+    """What was done about it; empty: nothing."""
 
     def __str__(self) -> str:
         """One line."""
@@ -76,7 +78,7 @@ class FsckReport:
 def check(root: Path, blobs: BlobStore | None = None, repair: bool = False) -> FsckReport:
     """Check a store root; `blobs` defaults to `<root>/blobs`. No service may run on it.
 
-    Raises StoreError when one does, or when there is no store.
+    Raises StoreError when one does, when there is no store, or the disk refuses a repair.
     """
     root = Path(root)
     if not (root / "_log").is_dir():
@@ -89,6 +91,8 @@ def check(root: Path, blobs: BlobStore | None = None, repair: bool = False) -> F
             _check_sealed(report, manifest, repair)
             _check_journal(report, manifest, repair)
             _check_whole(report, blobs or BlobStore(root / "blobs"), repair)
+    except OSError as error:
+        raise disk_error(root, error) from error
     finally:
         lock.release()
     return report
@@ -107,18 +111,24 @@ def _check_manifest(report: FsckReport) -> Manifest | None:
 
 
 def _check_sealed(report: FsckReport, manifest: Manifest, repair: bool) -> None:
-    broken: set[str] = set()
+    errors: dict[str, CorruptData] = {}
     for file in manifest.files.values():
         report.counts["sealed_files"] += 1
         try:
             report.counts["segments"] += _check_file(report.root, file)
         except CorruptData as error:
-            report.add(error, str(report.root / "quarantine") if repair else "")
-            broken.add(file.path)
+            errors[file.path] = error
         except SchemaTooNew as error:
             report.add(CorruptData(str(report.root / file.path), 0, "schema_id", str(error)))
-    if broken and repair:
-        _take_out(report.root, manifest, broken)
+    repaired = ""
+    if errors and repair:
+        if roll_back(report.root, manifest, set(errors)):
+            repaired = "unsealed: the journal still has all of it"
+        else:
+            drops = _take_out(report.root, manifest, set(errors))
+            repaired = f"{report.root / 'quarantine'}; {_given_up(drops)}"
+    for found in errors.values():
+        report.add(found, repaired)
 
 
 def _check_file(root: Path, file: SealedFile) -> int:
@@ -142,20 +152,32 @@ def _check_file(root: Path, file: SealedFile) -> int:
     return len(extents)
 
 
-def _take_out(root: Path, manifest: Manifest, broken: set[str]) -> None:
-    """Move broken files, and what was sealed with them, to quarantine by a manifest record."""
+def _given_up(ids: set[str]) -> str:
+    return f"given up: {', '.join(sorted(ids)) or 'no trajectory'}"
+
+
+def _take_out(root: Path, manifest: Manifest, broken: set[str]) -> set[str]:
+    """Move broken files, and what was sealed with them, to quarantine by a manifest record.
+
+    Returns the trajectories given up.
+    """
     removes, drops = set(broken), set[str]()
     for record in manifest.records:
         batch = [f for f in record.adds if f.path in manifest.files and f.table in BATCH_TABLES]
         if any(file.path in broken for file in batch):
             removes |= {file.path for file in batch}
             drops |= _ids(root, batch)
-    head = manifest.head
-    taken = replace(head, adds=(), removes=tuple(sorted(removes)), is_pinned=False)
-    manifest.take(manifest.write(replace(taken, drops=tuple(sorted(drops)))))
+    record = replace(
+        manifest.next_record(),
+        removes=tuple(sorted(removes)),
+        drops=tuple(sorted(drops)),
+        drops_through=manifest.head.journal_low_water,
+    )
+    manifest.take(manifest.write(record))
     for path in removes:
         if (root / path).exists():
             quarantine(root, root / path)
+    return drops
 
 
 def _ids(root: Path, batch: list[SealedFile]) -> set[str]:
@@ -173,22 +195,23 @@ def _check_journal(report: FsckReport, manifest: Manifest, repair: bool) -> None
     try:
         paths, _ = journal_files(report.root, manifest.head)
         report.counts["journal_files"] = len(paths)
-        for item in scan_journal(paths, manifest.head):
+        for item in scan_journal(paths, manifest.head, manifest.gaps):
             report.counts["frames"] += item.frame is not None
             report.counts["torn_bytes"] += item.torn_bytes
     except CorruptData as error:
-        _journal_error(report, error, repair)
+        _journal_error(report, manifest, error, repair)
 
 
-def _journal_error(report: FsckReport, error: CorruptData, repair: bool) -> None:
-    path = Path(error.file)
-    moved = ""
+def _journal_error(
+    report: FsckReport, manifest: Manifest, error: CorruptData, repair: bool
+) -> None:
+    path, repaired = Path(error.file), ""
     if repair and path.parent.name == "journal" and path.is_file():
-        moved = str(cut_off(report.root, path, error.offset))
-        for later in sorted(path.parent.glob("J-*.tj")):
-            if later.name > path.name and later.stat().st_size:
-                cut_off(report.root, later, 0)
-    report.add(error, moved)
+        found = salvage_journal(report.root, manifest)
+        num_bytes = sum(cut.end - cut.offset for cut in found.cuts)
+        aside = f"{num_bytes} bytes to {report.root / 'quarantine'}"
+        repaired = f"{aside}; {_given_up(found.drops)}"
+    report.add(error, repaired)
 
 
 def _check_whole(report: FsckReport, blobs: BlobStore, repair: bool) -> None:
@@ -197,11 +220,19 @@ def _check_whole(report: FsckReport, blobs: BlobStore, repair: bool) -> None:
         state = recover(report.root, False)
     except CorruptData as error:
         if not any(found.file == error.file for found in report.findings):
-            _journal_error(report, error, repair and error.field == "event")
+            manifest, _ = load_manifest(report.root)
+            _journal_error(report, manifest, error, repair and error.field == "event")
         return
     except StoreError as error:
         report.add(CorruptData(str(report.root), 0, "store", str(error)))
         return
+    if orphans := parentless(state.live):
+        if repair:
+            drop_parentless(state)
+        for id in sorted(orphans):
+            detail = "its parent is gone"
+            what = "given up, with all that branched off it" if repair else ""
+            report.add(CorruptData(str(report.root), 0, f"trajectory {id}", detail), what)
     for record in state.live.records.values():
         report.counts["trajectories"] += 1
         for problem in _problems(state, record):
@@ -220,9 +251,6 @@ def _check_whole(report: FsckReport, blobs: BlobStore, repair: bool) -> None:
 
 
 def _problems(state: StoreState, record: TrajectoryRecord) -> Iterator[str]:
-    parent = record.header.parent if record.start else None
-    if parent is not None and parent.id not in state.live.records:
-        yield f"its parent {parent.id} is gone"
     for number, context in record.contexts.items():
         end = context.base
         for extent in context.extents:

@@ -296,13 +296,16 @@ class LiveIndex:
         """Try until the server answers or the time is over; no redis exception gets out.
 
         One attempt gets at most half of the time, so that a connection that died silently leaves
-        time for a new one.
+        time for a new one. An event loop that stood still says nothing of the server: after that
+        there is always time for another attempt.
         """
         limit_s = self._retry_s if limit_s is None else limit_s
-        end, delay_s = time.monotonic() + limit_s, FIRST_DELAY_S
+        begun = time.monotonic()
+        end, delay_s = begun + limit_s, FIRST_DELAY_S
         while True:
+            allowed_s = min(limit_s / 2, max(end - begun, 0))
             try:
-                async with asyncio.timeout(min(limit_s / 2, max(end - time.monotonic(), 0))):
+                async with asyncio.timeout(allowed_s):
                     return await attempt()
             except (exceptions.ConnectionError, exceptions.TimeoutError, OSError) as error:
                 # redis-py wraps a refused login in a plain ConnectionError.
@@ -311,10 +314,19 @@ class LiveIndex:
                 reason = str(error) or "no answer"
             except exceptions.RedisError as error:
                 raise self._url.refused(error) from None
+            end = _after_stall(end, begun + allowed_s, limit_s)
             if time.monotonic() + delay_s >= end:
                 raise self._url.unreachable(reason, limit_s) from None
+            due = time.monotonic() + delay_s
             await asyncio.sleep(delay_s)
-            delay_s = min(2 * delay_s, LONGEST_DELAY_S)
+            end = _after_stall(end, due, limit_s)
+            begun, delay_s = time.monotonic(), min(2 * delay_s, LONGEST_DELAY_S)
+
+
+def _after_stall(end: float, due: float, limit_s: float) -> float:
+    """When to give up, if what was due at `due` has come only now."""
+    now = time.monotonic()
+    return max(end, now + limit_s / 2) if now - due > limit_s / 4 else end
 
 
 def _check_truth(

@@ -17,7 +17,7 @@ import asyncio
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -105,6 +105,22 @@ def parse(data: bytes, offset: int, path: str, base: int = 0) -> Frame | None:
     return Frame(kind, sequence, data[offset + HEADER_BYTES : end], place)
 
 
+def frame_bytes(data: bytes, offset: int) -> int | None:
+    """Length of the frame at `offset`, whatever its payload is; None when its header is damaged."""
+    head = data[offset : offset + HEADER_BYTES]
+    if len(head) < HEADER_BYTES or _CRC.unpack_from(head, _HEAD.size) != (
+        zlib.crc32(head[: _HEAD.size]),
+    ):
+        return None
+    magic, _, _, _, length, _ = _HEAD.unpack_from(head)
+    return HEADER_BYTES + int(length) + CHECK_BYTES if magic == MAGIC else None
+
+
+def frame_kind(data: bytes) -> int:
+    """The kind byte of the frame at the start of `data`."""
+    return int(_HEAD.unpack_from(data)[2])
+
+
 def event_of(frame: Frame, path: str) -> Event:
     """The event in a frame. Raises CorruptData when the payload does not decode."""
     try:
@@ -121,9 +137,10 @@ class Scan:
     for the caller to say (only at the end of the last file).
     """
 
-    def __init__(self, path: Path) -> None:
-        """Reads nothing yet."""
+    def __init__(self, path: Path, gaps: Collection[tuple[int, int]] = ()) -> None:
+        """Reads nothing yet. `gaps`: jumps of the sequence that are known (`ManifestRecord`)."""
         self.path = path
+        self._gaps = gaps
         self.good_bytes = 0
         self.torn_bytes = 0
 
@@ -136,7 +153,8 @@ class Scan:
             if frame is None:
                 self.torn_bytes = len(data) - self.good_bytes
                 return
-            if previous is not None and frame.sequence != previous + 1:
+            jump = (frame.sequence if previous is None else previous + 1, frame.sequence)
+            if jump[0] != jump[1] and jump not in self._gaps:
                 detail = f"{frame.sequence} follows {previous}"
                 raise CorruptData(str(self.path), self.good_bytes, "sequence", detail)
             previous = frame.sequence

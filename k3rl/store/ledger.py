@@ -7,6 +7,7 @@ resumed worker repeats those it was handed) does no harm.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -26,12 +27,17 @@ class Ledger:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         self._guard = threading.Lock()
-        data = self.path.read_bytes()
-        os.ftruncate(self._handle, data.rfind(b"\n") + 1)
+        self._torn_at: int | None = self.path.read_bytes().rfind(b"\n") + 1
+        """Where a line begins that is not whole; None: all are."""
+        self._cut_torn()
         fsync_folder(self.path.parent)
 
     def write(self, ack: Ack) -> None:
-        """Note an acknowledgement durably, before the worker goes on. Raises StoreError."""
+        """Note an acknowledgement durably, before the worker goes on.
+
+        Raises StoreError when the disk refuses; the line is then not there, or only in part and
+        cut off before the next one.
+        """
         line = {
             "id": ack.id,
             "context": ack.context,
@@ -42,10 +48,22 @@ class Ledger:
         data = json.dumps(line).encode() + b"\n"
         with self._guard:
             try:
-                os.write(self._handle, data)
+                self._cut_torn()
+                self._torn_at = os.fstat(self._handle).st_size
+                view = memoryview(data)
+                while view:
+                    view = view[os.write(self._handle, view) :]
                 os.fdatasync(self._handle)
+                self._torn_at = None
             except OSError as error:
+                with contextlib.suppress(OSError):
+                    self._cut_torn()
                 raise StoreError(f"{self.path}: cannot note: {error.strerror}") from error
+
+    def _cut_torn(self) -> None:
+        if self._torn_at is not None:
+            os.ftruncate(self._handle, self._torn_at)
+            self._torn_at = None
 
     def close(self) -> None:
         """Close the file; closing twice is fine."""

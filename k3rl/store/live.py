@@ -32,7 +32,6 @@ from k3rl.store.record import Piece, TrajectoryRecord
 from k3rl.store.rules import (
     ack_of,
     check_active,
-    check_arrays,
     check_authors,
     check_offset,
     check_step,
@@ -73,19 +72,24 @@ class LiveState:
     # Decide
 
     def begin(self, header: TrajectoryHeader, start: BranchStart | None = None) -> Begun | None:
-        """A new trajectory; None when it exists with the same header and start."""
+        """A new trajectory; None when it exists with the same header, which says where it starts.
+
+        The start itself may differ: the parent has moved on since.
+        """
         known = self.records.get(header.id)
         if known is None:
             if start is None and header.parent and header.parent.kind is LineageKind.BRANCH:
                 raise StoreError(f"trajectory {header.id}: a branch is begun with `branch`")
             return Begun(header, start)
-        if not same(known.header, header) or known.start != start:
+        if not same(known.header, header) or (known.start is None) != (start is None):
             raise StoreError(f"trajectory {header.id} exists with another header")
         return None
 
     def branch_start(self, parent: ParentRef) -> BranchStart:
         """Where a child of `parent` begins; its policy tokens are for the caller to count."""
         record = self.record(parent.id)
+        if min(parent.context, parent.token_offset, parent.step) < 0:
+            raise StoreError(f"trajectory {parent.id}: a branch point counts from 0, got {parent}")
         steps = self.steps(parent.id)
         low, high = self._branch_range(record, steps, parent)
         if not low <= parent.token_offset <= high:
@@ -134,7 +138,6 @@ class LiveState:
     def append(self, frame: TokenFrame) -> tuple[TokenFrame | None, Ack]:
         """Policy tokens; the frame is None when it was acknowledged before."""
         record = self._fenced(frame.id, frame.epoch)
-        check_arrays(frame)
         before = known(record, frame)
         if before is not None:
             return None, before
@@ -149,10 +152,9 @@ class LiveState:
         """A step; the event is None when it was committed before."""
         record = self._fenced(id, epoch)
         step, tokens = frame.step, frame.tokens
-        if tokens is not None:
-            if (tokens.id, tokens.epoch, tokens.context) != (id, epoch, step.context):
-                raise StoreError(f"trajectory {id}: step {step.index} carries tokens of another")
-            check_arrays(tokens)
+        whose = (id, epoch, step.context)
+        if tokens is not None and (tokens.id, tokens.epoch, tokens.context) != whose:
+            raise StoreError(f"trajectory {id}: step {step.index} carries tokens of another")
         if step.index < record.next_step:
             return None, known_step(record, frame)
         check_active(record)
@@ -181,7 +183,7 @@ class LiveState:
         """End it; None when it ended before with this outcome."""
         record = self._fenced(id, epoch)
         if record.state is FINISHED:
-            if record.outcome == outcome:
+            if same(record.outcome, outcome):
                 return None
             raise StoreError(f"trajectory {id} is finished with another outcome")
         check_active(record)
@@ -323,7 +325,6 @@ class LiveState:
             found.append((sequence, id))
         return found[::-1]
 
-    # Helpers
 
     def _parent(self, record: TrajectoryRecord) -> TrajectoryId:
         if record.header.parent is None:

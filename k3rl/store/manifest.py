@@ -2,7 +2,9 @@
 
 Record N is the file `_log/<N, 20 digits>.json`: one line of canonical JSON that ends in a newline,
 names the hash of record N - 1 (`prev_hash`) and carries its own (`self_hash`). A record is written
-to a temp file, synced, and linked to its name, which fails when the name is taken.
+to a temp file, synced, and linked to its name, which fails when the name is taken. Once linked it
+may survive whatever goes wrong next: such a failure is CommitInDoubt, what the record names must
+stay, and nothing more is written until a restart has seen what the disk kept.
 
 Recovery takes the whole chain. A last record that is cut short (empty or without its final newline)
 was never relied upon: it is set aside. Anything else that does not fit is CorruptData.
@@ -10,6 +12,7 @@ was never relied upon: it is set aside. Anything else that does not fit is Corru
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import dataclass, field, replace
@@ -20,6 +23,10 @@ from k3rl.errors import CorruptData, StoreError, UserInputError
 from k3rl.types import Digest, TrajectoryId, canonical_json, digest_json, from_plain, to_plain
 
 NO_HASH = "0" * 64
+
+
+class CommitInDoubt(StoreError):
+    """A manifest record has its name, but perhaps not durably: keep all that it names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +54,15 @@ class ManifestRecord:
 
     seq: int
     prev_hash: Digest = NO_HASH
-    service_epoch: int = 0
     adds: tuple[SealedFile, ...] = ()
     removes: tuple[str, ...] = ()
     """Paths taken out of the store (quarantined)."""
     drops: tuple[TrajectoryId, ...] = ()
-    """Trajectories given up by a repair: what the journal still has of them is skipped."""
+    """Trajectories given up by a repair: what sealed files and journal have of them so far."""
+    drops_through: int = 0
+    """Last sequence that `drops` covers; begun again later, the same trajectory counts."""
+    gaps: tuple[tuple[int, int], ...] = ()
+    """[first, next) sequences given up by a repair: `next` may follow `first - 1`."""
     journal_low_water: int = 0
     journal_through: str = ""
     """Last journal file that this record accounts for."""
@@ -74,6 +84,8 @@ class Manifest:
     records: list[ManifestRecord] = field(default_factory=list)
     files: dict[str, SealedFile] = field(default_factory=dict)
     """Sealed files that exist, by path, in the order in which they were added."""
+    doubt: CommitInDoubt | None = None
+    """Why nothing more may be written; None: all is well."""
 
     @property
     def head(self) -> ManifestRecord:
@@ -86,9 +98,30 @@ class Manifest:
         return next((r.seq for r in reversed(self.records) if r.is_pinned), None)
 
     @property
-    def drops(self) -> set[TrajectoryId]:
-        """Trajectories given up by repairs."""
-        return {id for record in self.records for id in record.drops}
+    def drops(self) -> dict[TrajectoryId, ManifestRecord]:
+        """Trajectories given up by repairs, and the last record that did so."""
+        return {id: record for record in self.records for id in record.drops}
+
+    @property
+    def gaps(self) -> frozenset[tuple[int, int]]:
+        """Jumps of the journal's sequences that repairs left behind."""
+        return frozenset(gap for record in self.records for gap in record.gaps)
+
+    @property
+    def sequence_floor(self) -> int:
+        """No frame written from now on may have a sequence up to this one."""
+        return max([self.head.journal_low_water, *(after - 1 for _, after in self.gaps)])
+
+    def next_record(self) -> ManifestRecord:
+        """A record after the head that changes nothing, to be filled in."""
+        return replace(
+            self.head, adds=(), removes=(), drops=(), drops_through=0, gaps=(), is_pinned=False
+        )
+
+    def check_writable(self) -> None:
+        """Raises StoreError while an earlier record is in doubt."""
+        if self.doubt is not None:
+            raise StoreError(str(self.doubt))
 
     def files_of(self, table: str) -> list[tuple[int, SealedFile]]:
         """The sealed files of a table that exist, with the record that added each."""
@@ -108,7 +141,9 @@ class Manifest:
         """Write the record after the head durably, with hashes and seq filled in; `take` it next.
 
         What the record does not name (journal files, last version) is for the caller to carry on.
+        Raises StoreError, then nothing happened, or CommitInDoubt, then it may have.
         """
+        self.check_writable()
         last = self.records[-1] if self.records else None
         record = sealed_record(
             replace(
@@ -117,7 +152,11 @@ class Manifest:
                 prev_hash=last.self_hash if last else NO_HASH,
             )
         )
-        _write(self.root / "_log", record)
+        try:
+            _write(self.root / "_log", record)
+        except CommitInDoubt as error:
+            self.doubt = error
+            raise
         return record
 
 
@@ -162,10 +201,13 @@ def _fold(files: dict[str, SealedFile], record: ManifestRecord) -> None:
 
 def _parse(path: Path, data: bytes, last: ManifestRecord | None) -> ManifestRecord:
     try:
-        record = from_plain(ManifestRecord, json.loads(data))
-    except (UserInputError, ValueError) as error:
+        plain = json.loads(data)
+        record = from_plain(ManifestRecord, plain)
+        del plain["self_hash"]
+        self_hash = digest_json(plain)
+    except (UserInputError, ValueError, KeyError) as error:
         raise CorruptData(str(path), 0, "record", str(error)) from None
-    if sealed_record(record).self_hash != record.self_hash:
+    if self_hash != record.self_hash:
         raise CorruptData(str(path), 0, "self_hash", "does not match the record")
     if record.prev_hash != (last.self_hash if last else NO_HASH):
         raise CorruptData(str(path), 0, "prev_hash", "is not the hash of the record before")
@@ -183,7 +225,6 @@ def _write(folder: Path, record: ManifestRecord) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.link(temp, path)
-        fsync_folder(folder)
     except FileExistsError:
         raise StoreError(f"{path}: exists: another service writes to this store") from None
     except OSError as error:
@@ -191,4 +232,13 @@ def _write(folder: Path, record: ManifestRecord) -> None:
             f"{path}: cannot write the manifest: {error.strerror}: make room on this disk"
         ) from error
     finally:
-        temp.unlink(missing_ok=True)
+        # One that stays is set aside at the next start.
+        with contextlib.suppress(OSError):
+            temp.unlink(missing_ok=True)
+    try:
+        fsync_folder(folder)
+    except OSError as error:
+        raise CommitInDoubt(
+            f"{path}: written, but the disk does not confirm it: {error.strerror}: nothing more is "
+            "sealed; check this disk and start the run again"
+        ) from error

@@ -15,6 +15,7 @@ from k3rl.types import (
     Author,
     Digest,
     Outcome,
+    Span,
     Step,
     TokenFrame,
     Trajectory,
@@ -42,6 +43,8 @@ class Extent(NamedTuple):
     content_hash: Digest
     """`TokenFrame.content_hash` of these tokens."""
     place: Place | Row
+    spans: tuple[Span, ...] = ()
+    """Of the frame, while it is in the journal: what a repeated append must equal."""
 
 
 class Piece(NamedTuple):
@@ -150,7 +153,8 @@ class TrajectoryRecord:
             raise StoreError(
                 f"trajectory {self.id}: {frame.offset} does not follow {context.acked}"
             )
-        context.extents.append(Extent(frame.offset, count, frame.content_hash(), place))
+        extent = Extent(frame.offset, count, frame.content_hash(), place, frame.spans)
+        context.extents.append(extent)
         context.acked = frame.offset + count
         self.num_policy_tokens_pending += num_policy_tokens(frame)
 

@@ -2,8 +2,9 @@
 
 `recover` as owner also tidies what a crash may leave: the torn end of the last journal file and a
 torn manifest record go to `quarantine/` (neither was ever acknowledged), temp files and sealed
-files that no record names too, journal files that were sealed are deleted. Damage to anything that
-was acknowledged is CorruptData, and nothing is touched.
+files that no record names too, journal files that were sealed are deleted. Before any of that it
+syncs what it is about to rely on: after a kill frames and records may be in the page cache only.
+Damage to anything that was acknowledged is CorruptData, and nothing is touched.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,21 +52,25 @@ class RootLock:
     """One writer per store root, held until `release` or the end of the process (flock)."""
 
     def __init__(self, root: Path) -> None:
-        """Raises StoreError when another process holds it."""
-        root.mkdir(parents=True, exist_ok=True)
+        """Raises StoreError when another process holds it, or the disk refuses."""
         path = root / "LOCK"
-        self._handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._handle = -1
         try:
+            root.mkdir(parents=True, exist_ok=True)
+            self._handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            os.ftruncate(self._handle, 0)
+            os.pwrite(self._handle, f"{os.getpid()}\n".encode(), 0)
+        except BlockingIOError:
             owner = os.pread(self._handle, 64, 0).decode(errors="replace").strip() or "unknown"
-            os.close(self._handle)
+            self.release()
             raise StoreError(
                 f"{path}: another store service (pid {owner}) owns this root: "
                 "stop it or use another root"
             ) from None
-        os.ftruncate(self._handle, 0)
-        os.pwrite(self._handle, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            self.release()
+            raise disk_error(path, error) from error
 
     def release(self) -> None:
         """Let go."""
@@ -77,13 +82,28 @@ class RootLock:
 def recover(root: Path, owner: bool) -> StoreState:
     """The state of a store root. Only the holder of the RootLock may be `owner`.
 
-    Raises CorruptData, SchemaTooNew, or StoreError when a reader finds no store here.
+    Raises CorruptData, SchemaTooNew, or StoreError when a reader finds no store here, or the disk
+    refuses what the owner must do.
     """
     try:
         return _recover(root, owner)
     except CorruptData as error:
-        detail = f"{error.detail}; see `k3rl traj fsck --repair {root}`"
+        path = Path(error.file)
+        is_repairable = path.parent.name == "sealed" or (
+            path.parent.name == "journal" and path.is_file()
+        )
+        way = f"see `k3rl traj fsck --repair {root}`" if is_repairable else "restore it from a copy"
+        detail = f"{error.detail}; {way}"
         raise CorruptData(error.file, error.offset, error.field, detail) from None
+    except OSError as error:
+        if not owner:
+            raise
+        raise disk_error(root, error) from error
+
+
+def disk_error(path: Path, error: OSError) -> StoreError:
+    """One clear error for what the disk refused; `path` when the error itself names none."""
+    return StoreError(f"{error.filename or path}: {error.strerror}: check this disk and its room")
 
 
 def _recover(root: Path, owner: bool) -> StoreState:
@@ -92,6 +112,8 @@ def _recover(root: Path, owner: bool) -> StoreState:
             (root / name).mkdir(parents=True, exist_ok=True)
         for folder in (root, root.parent):
             fsync_folder(folder)
+        for name in ("_log", "sealed", "journal"):
+            fsync_folder(root / name)
     manifest, torn = load_manifest(root)
     found = {"frames": 0, "torn_bytes": 0, "torn_manifest_records": len(torn), "orphans": 0}
     if owner:
@@ -103,11 +125,15 @@ def _recover(root: Path, owner: bool) -> StoreState:
     if not manifest.records:
         raise StoreError(f"{root}: no trajectory store here (no manifest record)")
     state = StoreState(manifest, recovery=found)
-    state.last_version = manifest.head.last_version
-    state.last_sequence = manifest.head.journal_low_water
-    _load_sealed(state, root)
-    _replay(state, root, owner)
-    state.live.sort()
+    load_sealed(state, root)
+    needed, left_over = journal_files(root, manifest.head)
+    if owner:
+        for path in needed:
+            sync_file(path)
+    _replay(state, root, needed, owner)
+    if owner:
+        for path in left_over:
+            path.unlink()
     return state
 
 
@@ -120,18 +146,28 @@ def next_service_epoch(root: Path) -> int:
 
 def quarantine(root: Path, path: Path) -> Path:
     """Move a file into `quarantine/` under a name that is free."""
-    target = _free(root / "quarantine" / path.name)
+    target = free_path(root / "quarantine" / path.name)
     os.rename(path, target)
     fsync_folder(target.parent)
     fsync_folder(path.parent)
     return target
 
 
+def sync_file(path: Path) -> None:
+    """Make what a file holds durable, also if another process wrote it."""
+    with open(path, "rb") as file:
+        try:
+            os.fsync(file.fileno())
+        except OSError as error:
+            error.filename = str(path)
+            raise
+
+
 def cut_off(root: Path, path: Path, offset: int) -> Path:
     """Move the bytes from `offset` on into `quarantine/`; the file stays, shorter."""
     with open(path, "r+b") as file:
         file.seek(offset)
-        target = _free(root / "quarantine" / f"{path.name}.from-{offset}")
+        target = free_path(root / "quarantine" / f"{path.name}.from-{offset}")
         with open(target, "xb") as aside:
             aside.write(file.read())
             aside.flush()
@@ -159,7 +195,8 @@ def journal_files(root: Path, head: ManifestRecord) -> tuple[list[Path], list[Pa
     return needed, [path for path in old if path.name not in head.journal_files]
 
 
-def _free(target: Path) -> Path:
+def free_path(target: Path) -> Path:
+    """`target`, or the first of `target`.1, .2, ... that does not exist."""
     number = 0
     path = target
     while path.exists():
@@ -171,33 +208,38 @@ def _free(target: Path) -> Path:
 def _tidy(root: Path, manifest: Manifest) -> int:
     known = {Path(path).name for path in manifest.files}
     strays = [path for path in (root / "sealed").iterdir() if path.name not in known]
-    strays += list((root / "_log").glob(".tmp-*"))
+    strays += [path for name in ("_log", "journal") for path in (root / name).glob(".tmp-*")]
     for path in strays:
         quarantine(root, path)
     return len(strays)
 
 
-def _load_sealed(state: StoreState, root: Path) -> None:
+def load_sealed(state: StoreState, root: Path) -> None:
+    """Take in the sealed tables that the manifest names, without what repairs gave up."""
     manifest, live = state.manifest, state.live
+    dropped = {id: record.seq for id, record in manifest.drops.items()}
     for seq, file in manifest.files_of("trajectories"):
         for record in trajectories_from(read_rows(root, file)):
-            record.sealed_seq = seq
-            live.restore(record)
-    for _, file in manifest.files_of("steps"):
+            if seq > dropped.get(record.id, -1):
+                record.sealed_seq = seq
+                live.restore(record)
+    for seq, file in manifest.files_of("steps"):
         for row in steps_from(read_rows(root, file)):
-            live.record(row.id).steps.append(row.step)
+            if seq > dropped.get(row.id, -1):
+                live.record(row.id).steps.append(row.step)
     for _, file in manifest.files_of("snapshots"):
         live.snapshots.update({s.snapshot_id: s for s in snapshots_from(read_rows(root, file))})
     for _, file in manifest.files_of("updates"):
         state.updates.extend(updates_from(read_rows(root, file)))
     for _, file in manifest.files_of("versions"):
         state.versions.extend(versions_from(read_rows(root, file)))
-    for _, file in manifest.files_of("segments"):
+    for seq, file in manifest.files_of("segments"):
         for (id, context), extents in sealed_extents(root, file).items():
-            live.record(id).contexts[context].extents = extents
+            if seq > dropped.get(id, -1):
+                live.record(id).contexts[context].extents = extents
     versions = [row.policy_version for row in state.versions]
     versions += [row.policy_version_out for row in state.updates]
-    state.last_version = max([state.last_version, *versions])
+    state.last_version = max([manifest.head.last_version, *versions])
 
 
 def sealed_extents(root: Path, file: SealedFile) -> dict[tuple[TrajectoryId, int], list[Extent]]:
@@ -220,20 +262,23 @@ def sealed_extents(root: Path, file: SealedFile) -> dict[tuple[TrajectoryId, int
     return extents
 
 
-def scan_journal(paths: list[Path], head: ManifestRecord) -> Iterator[JournalItem]:
+def scan_journal(
+    paths: list[Path], head: ManifestRecord, gaps: Collection[tuple[int, int]]
+) -> Iterator[JournalItem]:
     """Every frame of the needed files in order, then, if there is one, the torn tail.
 
-    Raises CorruptData for a bad frame, a gap in the sequences, or a torn file that is not the last.
+    Raises CorruptData for a bad frame, a gap in the sequences that is none of `gaps`, or a torn
+    file that is not the last.
     """
     expected = head.journal_low_water + 1
     for path in paths:
-        scan = Scan(path)
+        scan = Scan(path, gaps)
         for frame in scan:
             if path.name > head.journal_through:
-                if frame.sequence != expected:
+                if frame.sequence != expected and (expected, frame.sequence) not in gaps:
                     detail = f"{frame.sequence}, not {expected}: frames before it are missing"
                     raise CorruptData(str(path), frame.place.offset, "sequence", detail)
-                expected += 1
+                expected = frame.sequence + 1
             yield JournalItem(path, frame, event_of(frame, str(path)))
         if scan.torn_bytes and path != paths[-1]:
             detail = "the file ends inside a frame, but it is not the last file"
@@ -242,39 +287,44 @@ def scan_journal(paths: list[Path], head: ManifestRecord) -> Iterator[JournalIte
             yield JournalItem(path, None, None, scan.good_bytes, scan.torn_bytes)
 
 
-def _replay(state: StoreState, root: Path, owner: bool) -> None:
-    head, drops = state.manifest.head, state.manifest.drops
-    needed, left_over = journal_files(root, head)
+class Skips:
+    """What a manifest says of frames that a replay passes over."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        """As of the manifest's head."""
+        self.low_water = manifest.head.journal_low_water
+        self.gaps = manifest.gaps
+        self._drops = {id: record.drops_through for id, record in manifest.drops.items()}
+
+    def is_sealed(self, state: StoreState, event: Event, sequence: int) -> bool:
+        """Whether the frame is in sealed files, or given up by a repair."""
+        is_old = sequence <= self.low_water
+        if isinstance(event, FileStart | UpdateRow | VersionRow):
+            return is_old
+        if sequence <= self._drops.get(event.id, -1):
+            return True
+        record = state.live.records.get(event.id)
+        return is_old and record is not None and record.sealed_seq is not None
+
+
+def _replay(state: StoreState, root: Path, needed: list[Path], owner: bool) -> None:
+    manifest, skips = state.manifest, Skips(state.manifest)
     state.usage.update((path.name, set()) for path in needed)
-    last = head.journal_low_water
-    for item in scan_journal(needed, head):
+    last = manifest.sequence_floor
+    for item in scan_journal(needed, manifest.head, skips.gaps):
         if item.frame is None or item.event is None:
             state.recovery["torn_bytes"] = item.torn_bytes
             if owner:
                 cut_off(root, item.path, item.torn_offset)
             continue
         last = max(last, item.frame.sequence)
-        _replay_frame(state, item.path, item.frame, item.event, drops)
+        if skips.is_sealed(state, item.event, item.frame.sequence):
+            continue
+        try:
+            state.apply(item.event, item.frame.sequence, item.frame.place)
+        except (StoreError, LookupError) as error:
+            at = item.frame.place.offset
+            raise CorruptData(str(item.path), at, "event", str(error)) from None
+        state.recovery["frames"] += 1
     state.last_sequence = last
-    if owner:
-        for path in left_over:
-            path.unlink()
-
-
-def _replay_frame(
-    state: StoreState, path: Path, frame: Frame, event: Event, drops: set[TrajectoryId]
-) -> None:
-    if frame.sequence <= state.manifest.head.journal_low_water and _is_sealed(state, event, drops):
-        return
-    try:
-        state.apply(event, frame.sequence, frame.place)
-    except (StoreError, LookupError) as error:
-        raise CorruptData(str(path), frame.place.offset, "event", str(error)) from None
-    state.recovery["frames"] += 1
-
-
-def _is_sealed(state: StoreState, event: Event, drops: set[TrajectoryId]) -> bool:
-    if isinstance(event, FileStart | UpdateRow | VersionRow):
-        return True
-    record = state.live.records.get(event.id)
-    return event.id in drops or (record is not None and record.sealed_seq is not None)
+    state.live.sort()

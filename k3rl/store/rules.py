@@ -18,14 +18,6 @@ def check_active(record: TrajectoryRecord) -> None:
         raise StoreError(f"trajectory {record.id} is {record.state}: claim it before writing")
 
 
-def check_arrays(frame: TokenFrame) -> None:
-    """The arrays have their types; another one would change the content hash."""
-    arrays = (frame.token_ids, frame.loss_mask, frame.rollout_logprobs)
-    kinds = tuple(array.dtype.name for array in arrays)
-    if kinds != ("int32", "bool", "float32"):
-        raise StoreError(f"trajectory {frame.id}: arrays are {kinds}, not int32, bool, float32")
-
-
 def check_authors(frame: TokenFrame, author: Author) -> None:
     """All tokens are of one author: policy by append, environment by commit."""
     if any(span.author is not author for span in frame.spans):
@@ -63,6 +55,11 @@ def known(record: TrajectoryRecord, frame: TokenFrame) -> Ack | None:
         return None
     extent, ack = context.extent_at(frame.offset), ack_of(frame)
     if extent and (extent.start, extent.content_hash) == (frame.offset, ack.content_hash):
+        if extent.spans != frame.spans:
+            raise StoreError(
+                f"trajectory {frame.id}: the tokens at offset {frame.offset} of context "
+                f"{frame.context} are stored with other spans"
+            )
         return ack
     raise StoreError(
         f"trajectory {frame.id}: other tokens are stored at offset {frame.offset} of "

@@ -16,17 +16,20 @@ from typing import Any
 
 import pyarrow as pa
 
-from k3rl.store.manifest import Manifest, ManifestRecord, SealedFile
+from k3rl.errors import StoreError
+from k3rl.store.manifest import CommitInDoubt, Manifest, ManifestRecord, SealedFile
 from k3rl.store.parquet import BATCH_SEGMENTS, ROW_GROUP_SEGMENTS, write_sealed
 from k3rl.store.protocol import SEGMENT_SLACK_TOKENS, SEGMENT_TOKENS
 from k3rl.store.record import ContextRecord, Extent, Row, TrajectoryRecord
 from k3rl.store.state import ContextExtents, SealBatch
-from k3rl.store.tables import StepRow, segments_table, to_table
+from k3rl.store.tables import StepRow, to_table
 from k3rl.store.tokens import TokenFiles, content_hash
 from k3rl.types import Segment, TrajectoryId
 
 MAX_BATCH_TOKENS = 32_000_000
 """Of one segments file: its footer stays below 1.5 MiB."""
+UNWRITABLE = (pa.ArrowException, UnicodeError, OverflowError, ValueError, TypeError)
+"""What Arrow makes of a value that a column cannot hold."""
 
 
 def segment_ranges(start: int, end: int, step_ends: Iterable[int]) -> list[tuple[int, int]]:
@@ -50,8 +53,10 @@ def seal(
 ) -> tuple[ManifestRecord, ContextExtents]:
     """Write the batch's tables and its manifest record; returns where the tokens lie now.
 
-    Blocking. Raises StoreError when the disk refuses; the store then is as it was.
+    Blocking. Raises StoreError when the disk refuses, or a row cannot be written down; the store
+    then is as it was. Raises CommitInDoubt when the record may have been kept: then so are files.
     """
+    manifest.check_writable()
     seq = manifest.head.seq + 1
     extents: dict[tuple[TrajectoryId, int], list[Extent]] = defaultdict(list)
     steps = [StepRow(r.id, step) for r in batch.records for step in r.steps]
@@ -71,9 +76,11 @@ def seal(
             adds.append(write_sealed(root, name, "segments", chain([first], chunks)))
         for table, carriers in tables.items():
             if carriers:
-                arrow = to_table(table, carriers)
+                arrow = _arrow(table, carriers)
                 adds.append(write_sealed(root, _name(table, seq), table, [arrow]))
         return manifest.write(replace(record, adds=tuple(adds))), extents
+    except CommitInDoubt:
+        raise
     except BaseException:
         for file in adds:
             (root / file.path).unlink(missing_ok=True)
@@ -120,7 +127,22 @@ def _context_segments(
 
 def _chunks(segments: Iterator[Segment]) -> Iterator[pa.Table]:
     while batch := list(islice(segments, BATCH_SEGMENTS)):
-        yield segments_table(batch)
+        yield _arrow("segments", batch)
+
+
+def _arrow(table: str, carriers: Sequence[Any]) -> pa.Table:
+    try:
+        return to_table(table, carriers)
+    except UNWRITABLE as error:
+        if len(carriers) > 1:
+            for carrier in carriers:
+                _arrow(table, [carrier])
+        id = getattr(carriers[0], "id", None)
+        what = f"trajectory {id}" if id else repr(carriers[0])[:200]
+        raise StoreError(
+            f"{what}: cannot be a row of table {table}: {str(error) or type(error).__name__}; "
+            "it stays in the journal, and so does all that ended after it"
+        ) from error
 
 
 def _name(table: str, seq: int) -> str:

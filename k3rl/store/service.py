@@ -15,9 +15,16 @@ from functools import partial
 from pathlib import Path
 
 from k3rl.errors import StoreError
-from k3rl.store.checks import check_commit, check_update, check_version
+from k3rl.store.checks import (
+    check_commit,
+    check_frame,
+    check_header,
+    check_text,
+    check_update,
+    check_version,
+)
 from k3rl.store.core import StoreCore
-from k3rl.store.events import Begun, Claimed, VersionRow
+from k3rl.store.events import Begun, BranchStart, Claimed, VersionRow
 from k3rl.store.protocol import (
     Ack,
     Changes,
@@ -34,6 +41,7 @@ from k3rl.store.tokens import check_fields
 from k3rl.types import (
     Digest,
     Outcome,
+    ParentRef,
     Snapshot,
     TokenFrame,
     Trajectory,
@@ -56,9 +64,17 @@ class StoreService(StoreCore):
         def decide(header: TrajectoryHeader) -> tuple[Begun | None, None]:
             return self._live.begin(header), None
 
-        await asyncio.gather(*(self._write(h.id, partial(decide, h)) for h in headers))
-        await self._mirror.push([header.id for header in headers])
-        self._work.wake()
+        for header in headers:
+            check_header(header)
+        writes = [self._write(h.id, partial(decide, h)) for h in headers]
+        try:
+            results = await asyncio.gather(*writes, return_exceptions=True)
+            await self._mirror.push([header.id for header in headers])
+        finally:
+            self._work.wake()
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
 
     async def branch(self, header: TrajectoryHeader) -> None:
         """Begin a child; its tokens and steps up to `header.parent` are its parent's."""
@@ -66,16 +82,9 @@ class StoreService(StoreCore):
         parent = header.parent
         if parent is None:
             raise StoreError(f"trajectory {header.id}: a branch needs a parent")
-        start = self._live.branch_start(parent)
-        ranges = [(c, 0, self._live.end(parent.id, c)) for c in range(start.context)]
-        ranges += [(start.context, 0, start.committed)]
-        counts = [await self._num_policy(parent.id, *where) for where in ranges]
-        pending = (start.context, start.committed, start.token_offset)
-        start = replace(
-            start,
-            num_policy_tokens=sum(counts),
-            num_policy_tokens_pending=await self._num_policy(parent.id, *pending),
-        )
+        check_header(header)
+        known = self._live.records.get(header.id)
+        start = (known and known.start) or await self._branch_start(parent)
         await self._write(header.id, lambda: (self._live.begin(header, start), None))
         await self._mirror.push([header.id])
         self._work.wake()
@@ -97,6 +106,7 @@ class StoreService(StoreCore):
         Being in this call keeps the worker's lease. A claim handed out again has a new epoch.
         """
         self._check_open()
+        check_text("worker", worker_id)
         end = time.monotonic() + wait_s
         self._waiting[worker_id] += 1
         try:
@@ -121,6 +131,7 @@ class StoreService(StoreCore):
 
     async def append(self, frame: TokenFrame) -> Ack:
         """Make policy tokens durable."""
+        check_frame(frame)
         return await self._write(frame.id, lambda: self._live.append(frame))
 
     async def commit_step(self, id: TrajectoryId, epoch: int, frame: StepFrame) -> list[Ack]:
@@ -259,6 +270,18 @@ class StoreService(StoreCore):
             snapshot=self._live.snapshot_of(id),
             tokens=await self._context_frame(id, event.epoch),
             acks=tuple(record.acks()),
+        )
+
+    async def _branch_start(self, parent: ParentRef) -> BranchStart:
+        start = self._live.branch_start(parent)
+        ranges = [(c, 0, self._live.end(parent.id, c)) for c in range(start.context)]
+        ranges += [(start.context, 0, start.committed)]
+        counts = [await self._num_policy(parent.id, *where) for where in ranges]
+        pending = (start.context, start.committed, start.token_offset)
+        return replace(
+            start,
+            num_policy_tokens=sum(counts),
+            num_policy_tokens_pending=await self._num_policy(parent.id, *pending),
         )
 
     def _is_finished(self, id: TrajectoryId) -> bool:

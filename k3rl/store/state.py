@@ -117,14 +117,7 @@ class StoreState:
 
     def next_record(self) -> ManifestRecord:
         """A record that changes nothing, to be filled in."""
-        return replace(
-            self.manifest.head,
-            adds=(),
-            removes=(),
-            drops=(),
-            is_pinned=False,
-            last_version=self.last_version,
-        )
+        return replace(self.manifest.next_record(), last_version=self.last_version)
 
     def sealed(
         self, batch: SealBatch, record: ManifestRecord, extents: ContextExtents

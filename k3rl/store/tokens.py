@@ -23,7 +23,7 @@ from k3rl.store.events import StepCommitted
 from k3rl.store.journal import Place, event_of, parse
 from k3rl.store.manifest import SealedFile
 from k3rl.store.parquet import open_sealed, read_groups
-from k3rl.store.record import Piece, Row
+from k3rl.store.record import Extent, Piece, Row
 from k3rl.types import Author, BoolArray, Float32Array, Int32Array, Span, TokenFrame, digest_bytes
 
 ARRAYS = ("token_ids", "loss_mask", "rollout_logprobs")
@@ -60,16 +60,19 @@ class TokenFiles:
         parts: list[Tokens] = []
         for group, run in groupby(pieces, key=_group_of):
             if group is None:
-                parts.extend(_cut(self.frame_tokens(p.extent.place), p, fields) for p in run)
+                parts.extend(_cut(self.frame_tokens(p.extent), p, fields) for p in run)
             else:
                 parts.extend(self._segments(group, list(run), fields))
         return join(parts, fields)
 
-    def frame_tokens(self, place: Place | Row) -> TokenFrame:
-        """The tokens of one journal frame."""
+    def frame_tokens(self, extent: Extent) -> TokenFrame:
+        """The tokens of an extent that is one journal frame."""
+        place = extent.place
         assert isinstance(place, Place)
         path = str(self._root / "journal" / place.file)
-        data = os.pread(self._journal(place.file).fileno(), place.num_bytes, place.offset)
+        # Held until it was read: `forget` drops the last other reference, and that closes it.
+        file = self._journal(place.file)
+        data = os.pread(file.fileno(), place.num_bytes, place.offset)
         frame = parse(data, 0, path, place.offset)
         if frame is None:
             raise CorruptData(path, place.offset, "frame", "the file ends inside it")
@@ -77,10 +80,13 @@ class TokenFiles:
         found = event.frame.tokens if isinstance(event, StepCommitted) else event
         if not isinstance(found, TokenFrame):
             raise CorruptData(path, place.offset, "kind", "the frame holds no tokens")
+        is_its = (found.offset, len(found.token_ids)) == (extent.start, extent.num_tokens)
+        if not is_its or found.content_hash() != extent.content_hash:
+            raise CorruptData(path, place.offset, "tokens", "the frame holds other tokens")
         return found
 
     def forget(self, names: Iterable[str]) -> None:
-        """Journal files that are about to go. Reads under way keep their open file."""
+        """Journal files that have gone. Reads under way keep their open file."""
         with self._guard:
             for name in names:
                 self._journals.pop(name, None)

@@ -4,8 +4,8 @@
 """
 
 import asyncio
+from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from k3rl.errors import Fenced, K3rlError, StoreError
@@ -17,7 +17,6 @@ from k3rl.types import (
     OutcomeKind,
     ParentRef,
     Span,
-    TokenFrame,
     TrajectoryState,
     digest_json,
 )
@@ -109,6 +108,8 @@ async def appends_are_acknowledged_once_and_repeats_are_no_ops(store):
         await store.append(policy(id, epoch, 70, 4))
     with pytest.raises(StoreError, match="other tokens"):
         await store.append(policy(id, epoch, 5, 64, seed=9))
+    with pytest.raises(StoreError, match="other spans"):
+        await store.append(policy(id, epoch, 5, 64, version=7))
     with pytest.raises(StoreError, match="never handed out"):
         await store.append(policy(id, epoch + 1, 69, 4))
     with pytest.raises(StoreError, match="unknown"):
@@ -133,23 +134,6 @@ async def authors_keep_to_their_way_in(store):
         await store.commit_step(
             id, epoch, StepFrame(frame.step, policy(id, epoch, 5, 5), frame.snapshot)
         )
-
-
-@case
-async def wrong_dtypes_are_refused(store):
-    id, epoch = await begun(store)
-    good = policy(id, epoch, 5, 3)
-    wide = np.array(good.rollout_logprobs, np.float64)
-    bad = TokenFrame(id, epoch, 5, good.token_ids, good.loss_mask, wide, good.spans)
-    try:
-        ack = await store.append(bad)
-    except StoreError as error:
-        refused = str(error)
-    else:
-        # A wire of carriers has cast the array on the way, so what is stored is the good frame.
-        assert ack.content_hash == good.content_hash()
-        return
-    assert "float64" in refused
 
 
 @case
@@ -253,6 +237,29 @@ async def finish_commits_the_unfinished_step(store):
     assert [c.outcome for c in told] == [COMPLETED]
     with pytest.raises(StoreError):
         await store.append(policy(id, epoch, 15, 4))
+
+
+@case
+async def finish_with_a_part_that_is_no_number_is_repeatable(store):
+    id, epoch = await begun(store)
+    for _ in range(2):
+        parts = {"correct": float("nan"), "form": float("inf")}
+        await store.finish(id, epoch, Outcome(OutcomeKind.COMPLETED, 1.0, parts))
+    with pytest.raises(StoreError, match="another outcome"):
+        await store.finish(id, epoch, COMPLETED)
+
+
+@case
+async def one_bad_header_does_not_hold_up_the_others(store):
+    await store.begin([header(0)])
+    await claim_one(store, "other")
+    waiting = asyncio.create_task(store.claim("w", 4, [], 10.0))
+    await asyncio.sleep(0.1)
+    with pytest.raises(StoreError, match="another header"):
+        await store.begin([header(1), replace(header(0), iteration=7), header(2)])
+    claims = await asyncio.wait_for(waiting, 2.0)
+    assert [claim.header.id for claim in claims] == [header(1).id, header(2).id]
+    assert (await store.stats()).num_index_rebuilds == 0
 
 
 @case
@@ -368,6 +375,33 @@ async def a_branch_shares_the_prefix_by_reference(store):
     assert found.num_tokens == len(whole.token_ids) == 5 + 3 * 105
     assert found.num_policy_tokens == 300
     assert found.steps[:2] == parent.steps[:2]
+
+
+@case
+async def branch_points_count_from_zero(store):
+    id = await played(store, 0)
+    start = (await store.get(id)).steps[-1].token_start
+    for context, at, number in ((0, start + 2, -1), (-1, start + 2, 2), (0, -1, 0)):
+        ref = ParentRef(id, context, at, number, LineageKind.BRANCH)
+        with pytest.raises(StoreError, match="counts from 0"):
+            await store.branch(header(1, parent=ref))
+    assert [t.id for t in await store.trajectories()] == [id]
+
+
+@case
+async def the_same_branch_again_is_a_no_op_whatever_its_parent_has_done_since(store):
+    id, epoch = await begun(store)
+    await store.append(policy(id, epoch, 5, 4))
+    await store.commit_step(id, epoch, step(id, epoch, 1, 5, 9))
+    child = header(1, parent=ParentRef(id, 0, 14, 2, LineageKind.BRANCH))
+    await store.branch(child)
+    before = await store.get(child.id)
+    await store.append(policy(id, epoch, 0, 4, context=1))
+    await store.commit_step(id, epoch, step(id, epoch, 2, 0, 4, context=1))
+    await store.branch(child)
+    assert await store.get(child.id) == before
+    with pytest.raises(StoreError, match="another header"):
+        await store.branch(replace(child, iteration=3))
 
 
 @case

@@ -483,6 +483,39 @@ def test_a_password_opens_a_protected_server(own_server):
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("num_turns", range(1, 8))
+def test_a_stalled_event_loop_is_not_the_servers_silence(server, num_turns):
+    """The answer has long come when the loop goes on, but so has the end of the time limit."""
+
+    async def run():
+        async with opened(server.url, [A], retry_s=0.3) as index:
+            popping = asyncio.create_task(index.pop("w", 1))
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            time.sleep(0.5)  # noqa: ASYNC251
+            assert await popping == [A]
+            assert await index.generation_ok()
+
+    asyncio.run(run())
+
+
+def test_a_stall_between_two_attempts_leaves_time_for_another(tmp_path, server):
+    """The server is away at first, and back when the loop goes on after the limit."""
+    path = tmp_path / "away"
+
+    async def run():
+        async with proxy(server.url, path) as (url, _), opened(url, [A], retry_s=0.3) as index:
+            path.rename(tmp_path / "hidden")
+            await index._client.connection_pool.disconnect()
+            popping = asyncio.create_task(index.pop("w", 1))
+            await asyncio.sleep(0.1)
+            (tmp_path / "hidden").rename(path)
+            time.sleep(0.5)  # noqa: ASYNC251
+            assert await popping == [A]
+
+    asyncio.run(run())
+
+
 IDS = st.lists(st.sampled_from([A, B, C, D, E, F]), max_size=4)
 WORKERS = st.sampled_from(["u", "v", "w"])
 

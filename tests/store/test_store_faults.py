@@ -5,6 +5,7 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from redis import Redis
 
 from k3rl.errors import Fenced, StoreError
 from k3rl.store.fsck import check, compare_ledger
-from k3rl.store.protocol import Ref
+from k3rl.store.protocol import Ack, Ref
 from k3rl.store.redis_server import EmbeddedServer
 from k3rl.types import TrajectoryState
 from tests.store.store_builders import COMPLETED, claim_one, header, play, played, policy, service
@@ -166,6 +167,33 @@ def test_a_silent_worker_is_reaped(open_store):
     asyncio.run(go())
 
 
+@pytest.mark.parametrize("pause_s", [0.0, 0.1, 0.2, 0.3])
+def test_a_stalled_event_loop_is_not_the_workers_silence(open_store, pause_s):
+    async def go():
+        async with open_store(lease_ttl_s=1.0) as store:
+            await store.begin([header(0)])
+            claim = await claim_one(store, "w")
+            id = claim.header.id
+
+            async def beat():
+                while True:
+                    await asyncio.sleep(0.33)
+                    await store.claim("w", 0, [id], 0.0)
+
+            beating = asyncio.create_task(beat())
+            await asyncio.sleep(pause_s)
+            # Nothing in this process runs meanwhile, so nobody can be heard.
+            time.sleep(1.6)  # noqa: ASYNC251
+            await asyncio.sleep(0.5)
+            await store.append(policy(id, claim.epoch, 0, 4))
+            beating.cancel()
+            # Once it really is silent it is reaped.
+            (taken,) = await store.claim("patient", 1, [], 5.0)
+            assert taken.epoch > claim.epoch
+
+    asyncio.run(go())
+
+
 def test_waiting_for_work_keeps_a_lease(open_store):
     async def go():
         async with open_store(lease_ttl_s=0.3) as store:
@@ -190,7 +218,14 @@ def test_cancelled_callers_leave_no_gap(open_store):
             await asyncio.sleep(0)
             for task in tasks[::3]:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            # The first is being written, so those behind it go on; the fourth never is, and
+            # whoever would leave a gap there is refused.
+            cancelled = asyncio.CancelledError
+            assert [type(r) for r in results[:4]] == [cancelled, Ack, Ack, cancelled]
+            for n, result in enumerate(results[4:], 4):
+                assert type(result) is (StoreError if n % 3 else cancelled)
+                assert n % 3 == 0 or "leaves a gap" in str(result)
             acked = 0
             for frame in frames:
                 acked += (await store.append(frame)).count

@@ -1,11 +1,14 @@
 """Ledgers, and what the comparison finds when a store disagrees with them."""
 
 import asyncio
+import errno
 import json
+import os
+import resource
 
 import pytest
 
-from k3rl.errors import CorruptData
+from k3rl.errors import CorruptData, StoreError
 from k3rl.store.fsck import compare_ledger
 from k3rl.store.ledger import Ledger, read_ledgers
 from k3rl.store.protocol import Ack
@@ -112,3 +115,52 @@ def test_a_branch_answers_for_its_own_tokens(recorded, tmp_path, open_store):
 
     asyncio.run(go())
     assert compare(tmp_path, root, acks)[0].is_exact
+
+
+def test_a_line_that_is_written_in_part_is_not_noted(tmp_path):
+    """A file size limit stops in the middle of a line: the first write is short, the next fails."""
+    ledger = Ledger(tmp_path / "w.jsonl")
+    ledger.write(ACK)
+    size = (tmp_path / "w.jsonl").stat().st_size
+    more = Ack(ACK.id, 0, 69, 64, ACK.content_hash)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 40, limits[1]))
+    try:
+        with pytest.raises(StoreError, match=r"w\.jsonl: cannot note: File too large"):
+            ledger.write(more)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "w.jsonl").stat().st_size == size
+    assert read_ledgers(tmp_path) == {ACK}
+    ledger.write(more)
+    assert read_ledgers(tmp_path) == {ACK, more}
+
+
+def test_a_line_that_cannot_be_cut_off_at_once_is_cut_off_later(tmp_path, monkeypatch):
+    ledger = Ledger(tmp_path / "w.jsonl")
+    real = os.write
+
+    def refuse(*_arguments):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def write(handle, data):
+        monkeypatch.setattr(os, "write", refuse)
+        return real(handle, bytes(data)[:7])
+
+    monkeypatch.setattr(os, "write", write)
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    with pytest.raises(StoreError, match="cannot note"):
+        ledger.write(ACK)
+    monkeypatch.undo()
+    assert (tmp_path / "w.jsonl").stat().st_size == 7
+    ledger.write(ACK)
+    assert read_ledgers(tmp_path) == {ACK}
+
+
+def test_a_short_write_goes_on(tmp_path, monkeypatch):
+    ledger = Ledger(tmp_path / "w.jsonl")
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda handle, data: real(handle, bytes(data)[:7]))
+    ledger.write(ACK)
+    monkeypatch.undo()
+    assert read_ledgers(tmp_path) == {ACK}

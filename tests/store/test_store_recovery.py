@@ -245,7 +245,7 @@ def test_a_damaged_manifest_is_named_and_a_torn_record_set_aside(tmp_path, open_
         for path in records:
             whole = path.read_bytes()
             flip(path, len(whole) // 2)
-            with pytest.raises(CorruptData, match="fsck") as caught:
+            with pytest.raises(CorruptData, match="restore it from a copy") as caught:
                 StoreReader(root)
             assert caught.value.file == str(path)
             assert check(root).findings
