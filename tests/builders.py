@@ -3,6 +3,7 @@ can be told to fail, scripts that play it, and engines that are interrupted at a
 
 import asyncio
 import contextlib
+import secrets
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -68,6 +69,7 @@ SCRIPTS = {
     "crasher": script(say(note("before")), say(("crash", {})), SUBMIT),
     "stamper": script(say(note("before")), say(("stamp", {})), say(note("after")), SUBMIT),
     "marker": script(say(note("before")), say(("mark", {})), say(note("after")), SUBMIT),
+    "recaller": script(say(("recall", {})), say(note("line 0")), say(("recall", {})), SUBMIT),
     "peeker": script(say(note("before")), say(("peek", {})), say(note("after")), SUBMIT),
 }
 
@@ -79,7 +81,7 @@ class Notes(ToolSession):
     `note` sets `called`; `hang_at` sets `reached` in that turn's note and never returns. `flag`
     names a file of the host that `crash` and `peek` look for. `crash` closes the sandbox or, with
     `wipe`, puts a file in place of its folders. `grader` is ok, raises, loses (the sandbox), wipes
-    or hangs.
+    or hangs. With `has_secret` a new session draws a number that `recall` tells.
     Class-wide, `num_open` counts sessions and `num_calling` running notes.
     """
 
@@ -94,13 +96,15 @@ class Notes(ToolSession):
         grader: str = "ok",
         note_s: float = 0.0,
         wipe: bool = False,
+        has_secret: bool = False,
     ) -> None:
         super().__init__(spec)
         self.hang_at, self.flag, self.grader, self.note_s = hang_at, Path(flag), grader, note_s
+        self.has_secret = has_secret
         self.wipe, self.called, self.reached = wipe, asyncio.Event(), asyncio.Event()
 
     def make_tools(self) -> Sequence[Tool]:
-        names = ("note", "stamp", "mark", "crash", "peek", "submit")
+        names = ("note", "recall", "stamp", "mark", "crash", "peek", "submit")
         return tuple(Tool.of(getattr(self, name)) for name in names)
 
     def task(self, split: str, index: int) -> Task:
@@ -119,6 +123,8 @@ class Notes(ToolSession):
 
     async def open(self, task, sandbox, state=None) -> Observation:
         observation = await super().open(task, sandbox, state)
+        if self.has_secret and state is None:
+            self.progress.memory["secret"] = secrets.token_hex(4)
         Notes.num_open += 1
         Notes.most_open = max(Notes.most_open, Notes.num_open)
         return observation
@@ -152,6 +158,10 @@ class Notes(ToolSession):
         finally:
             Notes.num_calling -= 1
         return result.stdout.decode().strip()
+
+    async def recall(self) -> str:
+        """Tell the secret"""
+        return self.progress.memory["secret"]
 
     async def stamp(self) -> str:
         """Tell a random id"""
@@ -252,8 +262,7 @@ class Bench:
             self.renderer,
             self.backend,
             SamplingLaw(),
-            ledger=self.ledger,
-            **options,
+            **{"ledger": self.ledger, **options},
         )
         return Episode(parts, env, env.sandbox_spec, claim)
 

@@ -17,12 +17,12 @@ from tests.builders import HUNT, MATH, NOTES, NOWHERE, open_bench
 pytestmark = pytest.mark.sandbox
 
 
-def played_and_replayed(folder, script, *, between=None, play=None, **kwargs):
+def played_and_replayed(folder, script, *, between=None, **kwargs):
     """Play the notes script, then replay it; `between` runs after playing. Returns the report."""
 
     async def go():
         async with open_bench(folder) as bench:
-            stored = await bench.play(registry.make(NOTES, **kwargs), script, **(play or {}))
+            stored = await bench.play(registry.make(NOTES, **kwargs), script)
             if between is not None:
                 between()
             return await again(bench, stored, registry.make(NOTES, **kwargs))
@@ -41,12 +41,11 @@ def num_sandboxes(bench) -> int:
     return len(bench.backend._boxes)
 
 
-@pytest.mark.parametrize("script", ["oracle", "random", "null"])
 @pytest.mark.parametrize("env_id", [HUNT, MATH])
-def test_shipped_environments_replay_identically(env_id, script, tmp_path):
+def test_shipped_environments_replay_identically(env_id, tmp_path):
     async def go():
         async with open_bench(tmp_path) as bench:
-            for _ in range(2):
+            for script in ("oracle", "random", "null"):
                 stored = await bench.play(registry.make(env_id), script)
                 report = await again(bench, stored, registry.make(env_id))
                 assert report.is_identical, report.first_divergence
@@ -60,25 +59,41 @@ def test_shipped_environments_replay_identically(env_id, script, tmp_path):
     asyncio.run(go())
 
 
-@pytest.mark.parametrize("script", ["writer", "double", "clumsy", "null"])
-def test_bad_calls_and_several_calls_replay_identically(script, tmp_path):
-    assert played_and_replayed(tmp_path, script).is_identical
+def test_the_session_carries_on_from_the_state_that_the_opening_stored(tmp_path):
+    """What it drew at random when it was opened is not drawn again."""
+    report = played_and_replayed(tmp_path, "recaller", has_secret=True)
+    assert report.is_identical, report.first_divergence
+    assert report.trajectory.steps[1].calls[0].output
 
 
-@pytest.mark.parametrize(
-    ("play", "cause"),
-    [
-        ({"budget": 75}, TruncationCause.BUDGET),
-        ({"limits": TaskLimits(max_turns=2)}, TruncationCause.TURNS),
-        ({"limits": TaskLimits(max_context_tokens=300)}, TruncationCause.CONTEXT),
-    ],
-)
-def test_a_truncated_trajectory_replays_as_far_as_its_steps_go(play, cause, tmp_path):
+def test_bad_calls_and_several_calls_replay_identically(tmp_path):
+    async def go():
+        async with open_bench(tmp_path) as bench:
+            for script in ("writer", "double", "clumsy", "null"):
+                stored = await bench.play(registry.make(NOTES), script)
+                assert (await again(bench, stored, registry.make(NOTES))).is_identical
+
+    asyncio.run(go())
+
+
+def test_a_truncated_trajectory_replays_as_far_as_its_steps_go(tmp_path):
     """Tokens of a turn that was cut off belong to no step and run nothing."""
-    report = played_and_replayed(tmp_path, "endless", play=play)
-    assert report.is_identical
-    assert report.trajectory.outcome.cause is cause
-    assert len(report.verdicts) == len(report.trajectory.steps)
+    cuts = {
+        TruncationCause.BUDGET: {"budget": 75},
+        TruncationCause.TURNS: {"limits": TaskLimits(max_turns=2)},
+        TruncationCause.CONTEXT: {"limits": TaskLimits(max_context_tokens=300)},
+    }
+
+    async def go():
+        async with open_bench(tmp_path) as bench:
+            for cause, play in cuts.items():
+                stored = await bench.play(registry.make(NOTES), "endless", **play)
+                report = await again(bench, stored, registry.make(NOTES))
+                assert report.is_identical
+                assert report.trajectory.outcome.cause is cause
+                assert len(report.verdicts) == len(stored.steps) > 1
+
+    asyncio.run(go())
 
 
 def test_a_trajectory_that_lost_its_sandbox_replays_up_to_its_last_step(tmp_path):

@@ -164,27 +164,22 @@ def check_steps(stored, played):
     assert stored.outcome.reward == 1.0
 
 
-@pytest.mark.parametrize(("delta_tokens", "ack_tokens", "count"), [(4, 8, 8), (3, 8, 9), (1, 5, 5)])
-def test_acknowledged_every_ack_tokens_and_at_a_turns_end(
-    delta_tokens, ack_tokens, count, tmp_path
-):
-    async def go():
-        async with open_bench(tmp_path) as bench:
-            engine = bench.engine("writer", delta_tokens)
-            stored = await bench.play(notes(), engine, {"ack_tokens": ack_tokens})
-            acks = sorted(read_ledgers(bench.ledger_folder), key=lambda ack: ack.offset)
-            got = [(ack.offset, ack.count) for ack in acks]
-            wanted = []
-            read = await bench.store.read(Ref(stored.id))
-            for span, after in zip(read.spans, [*read.spans[1:], None], strict=True):
-                end = after.start if after else stored.num_tokens
-                most = count if span.author is Author.POLICY else end - span.start
-                starts = range(span.start, end, most)
-                wanted += [(start, min(most, end - start)) for start in starts]
-            assert got == wanted
-            assert compare_ledger(bench.host.root, bench.ledger_folder).is_exact
-
-    asyncio.run(go())
+@in_bench
+async def test_acknowledged_every_ack_tokens_and_at_a_turns_end(bench):
+    """(tokens of a delta, ack_tokens): tokens of an acknowledgement."""
+    for (delta_tokens, ack_tokens), most in {(4, 8): 8, (3, 8): 9, (1, 5): 5}.items():
+        engine = bench.engine("writer", delta_tokens)
+        stored = await bench.play(notes(), engine, {"ack_tokens": ack_tokens})
+        spans = (await bench.store.read(Ref(stored.id))).spans
+        ends = [*(span.start for span in spans[1:]), stored.num_tokens]
+        wanted = set()
+        for span, end in zip(spans, ends, strict=True):
+            count = most if span.author is Author.POLICY else end - span.start
+            starts = range(span.start, end, count)
+            wanted |= {(start, min(count, end - start)) for start in starts}
+        acks = read_ledgers(bench.ledger_folder)
+        assert {(ack.offset, ack.count) for ack in acks if ack.id == stored.id} == wanted
+    assert compare_ledger(bench.host.root, bench.ledger_folder).is_exact
 
 
 class UpdatingEngine(InterruptedEngine):
@@ -234,6 +229,19 @@ async def test_the_budget_stops_at_exactly_so_many_sampled_tokens(bench):
         assert stored.num_policy_tokens == budget
         mask = (await bench.store.read(Ref(stored.id))).loss_mask
         assert int(mask.sum()) == budget
+
+
+@in_bench
+async def test_a_budget_lasts_over_a_pause(bench):
+    header = await bench.begin(notes(), budget=60)
+    engine = bench.engine("endless")
+    episode = bench.episode(await bench.claim(), notes(), engine)
+    engine.at, engine.interrupt = 50, episode.pause
+    assert await episode.run() is None
+    await bench.store.requeue_paused()
+    outcome = await bench.episode(await bench.claim(), notes(), "endless").run()
+    assert outcome.cause is TruncationCause.BUDGET
+    assert (await bench.store.get(header.id)).num_policy_tokens == 60
 
 
 @in_bench
@@ -351,22 +359,16 @@ async def test_a_sandbox_that_cannot_be_made_is_an_infra_fault(bench):
     assert (stored.outcome.reward, stored.steps) == (None, ())
 
 
-@pytest.mark.parametrize(
-    ("script", "kwargs", "num_steps"), [("crasher", {}, 2), ("writer", {"grader": "loses"}, 5)]
-)
-def test_a_sandbox_lost_in_a_tool_or_in_the_grader_is_an_infra_fault(
-    script, kwargs, num_steps, tmp_path
-):
-    async def go():
-        async with open_bench(tmp_path) as bench:
-            stored = await bench.play(notes(**kwargs), script)
-            assert stored.outcome.kind is OutcomeKind.INFRA_FAULT
-            assert stored.outcome.reward is None
-            assert "is gone" in stored.outcome.detail
-            assert len(stored.steps) == num_steps
-            assert compare_ledger(bench.host.root, bench.ledger_folder).is_exact
-
-    asyncio.run(go())
+@in_bench
+async def test_a_sandbox_lost_in_a_tool_or_in_the_grader_is_an_infra_fault(bench):
+    in_tool = await bench.play(notes(), "crasher")
+    in_grader = await bench.play(notes(grader="loses"), "writer")
+    for stored, num_steps in ((in_tool, 2), (in_grader, NUM_NOTES + 2)):
+        assert stored.outcome.kind is OutcomeKind.INFRA_FAULT
+        assert stored.outcome.reward is None
+        assert "is gone" in stored.outcome.detail
+        assert len(stored.steps) == num_steps
+    assert compare_ledger(bench.host.root, bench.ledger_folder).is_exact
 
 
 @in_bench
@@ -475,6 +477,42 @@ async def test_a_pause_in_mid_turn_keeps_what_was_acknowledged(bench):
     outcome = await bench.episode(claim, notes(), rest).run()
     assert outcome.reward == 1.0
     assert rest.num_sampled == (await bench.store.get(header.id)).num_policy_tokens - 12
+
+
+@in_bench
+async def test_acknowledgements_that_a_ledger_missed_are_noted_at_the_next_claim(bench):
+    """A worker died after the store's answer and before its own note, or at the very end."""
+    await bench.begin(notes())
+    engine = bench.engine("writer")
+    episode = bench.episode(await bench.claim(), notes(), engine, ledger=None)
+    engine.at, engine.interrupt = 70, episode.pause
+    await episode.run()
+    await bench.store.requeue_paused()
+    claim = await bench.claim()
+    await bench.episode(claim, notes(), "writer").run()
+    assert compare_ledger(bench.host.root, bench.ledger_folder).is_exact
+
+    await bench.begin(notes())
+    claim = await bench.claim()
+    await bench.episode(claim, notes(), "writer", ledger=None).run()
+    (finished,) = await bench.store.claim("w", 0, [claim.header.id], 0.0)
+    engine = bench.engine("writer")
+    assert (await bench.episode(finished, notes(), engine).run()).reward == 1.0
+    assert engine.num_sampled == 0
+    assert compare_ledger(bench.host.root, bench.ledger_folder).is_exact
+
+
+@in_bench
+async def test_what_the_session_remembers_outlives_a_pause(bench):
+    header = await bench.begin(notes(has_secret=True))
+    engine = bench.engine("recaller")
+    episode = bench.episode(await bench.claim(), notes(has_secret=True), engine)
+    engine.at, engine.interrupt = 60, episode.pause
+    await episode.run()
+    await bench.store.requeue_paused()
+    await bench.episode(await bench.claim(), notes(has_secret=True), "recaller").run()
+    steps = (await bench.store.get(header.id)).steps
+    assert steps[1].calls[0].output == steps[3].calls[0].output
 
 
 @in_bench

@@ -147,6 +147,30 @@ async def test_pause_returns_when_all_is_given_back_and_nothing_is_claimed_after
     assert compare_ledger(shop.host.root, shop.config.run_folder / "ledger").is_exact
 
 
+@in_shop()
+async def test_pause_waits_for_a_claim_under_way_and_gives_back_what_it_brings(shop):
+    """An idle worker is always in a claim."""
+    await asyncio.sleep(0.4)
+    pausing = asyncio.create_task(shop.worker.pause())
+    await asyncio.sleep(0)
+    await shop.begin(2)
+    await pausing
+    stored = await shop.store.trajectories()
+    assert [(t.state, t.steps) for t in stored] == [(TrajectoryState.PAUSED, ())] * 2
+    await shop.begin(2)
+    await asyncio.sleep(0.4)
+    assert await shop.count(TrajectoryState.QUEUED) == 2
+
+
+@in_shop()
+async def test_after_pause_no_claim_is_under_way(shop):
+    await asyncio.sleep(0.4)
+    await shop.worker.pause()
+    await shop.begin(2)
+    await asyncio.sleep(0.4)
+    assert await shop.count(TrajectoryState.QUEUED) == 2
+
+
 @in_shop(note_s=0.3)
 async def test_pause_waits_for_tool_calls_and_keeps_their_steps(shop):
     await shop.begin(3)
@@ -213,7 +237,7 @@ async def test_a_fenced_episode_is_dropped_and_its_trajectory_played_on(shop):
     assert compare_ledger(shop.host.root, shop.config.run_folder / "ledger").is_exact
 
 
-@in_shop("store.lease_ttl_s=0.6", "rollout.trajectories_per_worker=1", note_s=1.5)
+@in_shop("store.lease_ttl_s=0.6", "rollout.trajectories_per_worker=1", note_s=1.2)
 async def test_a_worker_whose_slots_are_all_busy_keeps_its_lease(shop):
     """It neither writes nor claims for far longer than the lease, but it is not dead."""
     (id,) = await shop.begin(1)
@@ -223,7 +247,7 @@ async def test_a_worker_whose_slots_are_all_busy_keeps_its_lease(shop):
         return len((await shop.store.get(id)).steps) == 2
 
     await shop.until(has_a_call)
-    assert time.monotonic() - began > 1.2
+    assert time.monotonic() - began > 1.0
     await shop.worker.pause()
     await shop.store.requeue_paused()
     (claim,) = await shop.store.claim("other", 1, [], 5.0)
