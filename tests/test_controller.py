@@ -17,8 +17,8 @@ from k3rl.learner.idle import IdleLearner
 from k3rl.rollout.worker import make_env
 from k3rl.store.audit import compare_ledger
 from k3rl.store.host import StoreHost
-from k3rl.supervisor import WorkerLost
-from k3rl.types import OutcomeKind, TrajectoryState
+from k3rl.supervisor import Supervisor, WorkerLost
+from k3rl.types import OutcomeKind, TrajectoryHeader, TrajectoryKey, TrajectoryState
 from tests.builders import HUNT, MATH, NOTES, NOWHERE, load_config, until
 
 pytestmark = pytest.mark.sandbox
@@ -494,6 +494,30 @@ def test_a_worker_lost_when_it_is_told_something_holds_nothing_and_is_revived(di
     assert all(row[metrics.NUM_FINISHED] >= 2 for row in rows_of(config))
     assert free == {t.id for t in summary.trajectories if t.outcome is None}
     assert compare_ledger(config.run_folder / "store", config.run_folder / "ledger").is_exact
+
+
+def test_when_pause_returns_a_lost_worker_holds_nothing_any_more(tmp_path):
+    """It was lost when it was told; nobody waits for its supervisor to notice."""
+
+    async def go():
+        slots = "rollout.trajectories_per_worker=3"
+        config = load_config(tmp_path, *PACED, "engine.policies=[endless]", slots)
+        async with open_store(config) as store:
+            task = make_env(config, NOTES).task("train", 0)
+            keys = [TrajectoryKey("r", task.key, "max", 0, sample) for sample in range(3)]
+            await store.begin([TrajectoryHeader(key, task) for key in keys])
+            worker = MortalWorker(config, store, num_deaths=1, dies_at=("pause", 1))
+            supervisor = Supervisor([worker], store, max_restarts=1)
+            supervisor.start()
+            await supervisor.play()
+            await until(lambda: store.trajectories(ACTIVE))
+            await supervisor.pause()
+            claims = await store.claim("other", 3, [], 0.0)
+            await supervisor.aclose()
+            return [claim.header.key for claim in claims], keys
+
+    claimed, keys = asyncio.run(go())
+    assert claimed == keys
 
 
 @pytest.mark.parametrize("most", [0, 3])

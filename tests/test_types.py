@@ -48,7 +48,11 @@ def test_token_frames_survive_encoding_bit_for_bit(ids):
 
 KEYS = st.text() | st.sampled_from(["$array", "$$array", "$", "$x"])
 JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.text()
+    | st.floats(allow_nan=False, allow_infinity=False),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
     max_leaves=8,
 )

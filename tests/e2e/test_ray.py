@@ -146,7 +146,7 @@ def test_a_killed_driver_carries_on_and_plays_what_an_undisturbed_run_plays(user
     tools.wait_for(lambda: count_lines(user.run_folder / "ledger") >= 30)
     titles = ["ray::StoreActor", "ray::LearnerActor", "ray::WorkerActor"]
     actors = [actor for title in titles for actor in tools.children_titled(process, title)]
-    assert len(actors) == 4
+    assert len(actors) >= 4
     process.kill()
     process.wait()
     _, alive = tools.psutil.wait_procs(actors, timeout=60)
