@@ -49,14 +49,14 @@ class ClaimLog:
 
 class MortalWorker:
     """A handle whose first `num_deaths` workers are lost: after `life_s`, or when told `dies_at`,
-    a verb and how often that worker has been resumed by then."""
+    a verb and whether that worker has been resumed by then."""
 
     name = "mortal"
 
     def __init__(self, config, store, num_deaths: int, life_s=None, dies_at=None) -> None:
         self.config, self.store, self.num_deaths = config, store, num_deaths
         self.life_s, self.dies_at = life_s, dies_at
-        self.num_revived, self.ids, self.told = 0, [], Counter()
+        self.num_revived, self.ids, self.is_resumed = 0, [], False
         self.worker, self.death = LocalWorker(config, store), asyncio.Event()
 
     async def run(self, worker_id: str) -> None:
@@ -77,15 +77,15 @@ class MortalWorker:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def tell(self, verb: str) -> None:
-        self.told[verb] += 1
-        if (verb, self.told["resume"]) == self.dies_at and self.num_revived < self.num_deaths:
+        self.is_resumed = self.is_resumed or verb == "resume"
+        if (verb, self.is_resumed) == self.dies_at and self.num_revived < self.num_deaths:
             self.death.set()
         if self.death.is_set():
             raise WorkerLost("killed")
         await getattr(self.worker, verb)()
 
     async def revive(self) -> None:
-        self.num_revived, self.told = self.num_revived + 1, Counter()
+        self.num_revived, self.is_resumed = self.num_revived + 1, False
         self.worker, self.death = LocalWorker(self.config, self.store), asyncio.Event()
 
     pause = functools.partialmethod(tell, "pause")
@@ -153,6 +153,7 @@ def test_an_iteration_ends_at_lambda_and_never_has_more_than_n_times_k_active(
             tmp_path,
             *PACED,
             "engine.tokens_per_s=2000",
+            "engine.delta_tokens=16",
             "engine.policies=[writer, null]",
             f"run.iterations={iteration + 1}",
             f"rollout={{num_groups: {num_groups}, group_size: {size}, ack_tokens: 4}}",
@@ -476,7 +477,7 @@ def test_a_lost_worker_is_revived_and_what_it_played_is_played_on(tmp_path):
     assert compare_ledger(config.run_folder / "store", config.run_folder / "ledger").is_exact
 
 
-@pytest.mark.parametrize("dies_at", [("pause", 0), ("resume", 1), ("pause", 1)])
+@pytest.mark.parametrize("dies_at", [("pause", False), ("resume", True), ("pause", True)])
 def test_a_worker_lost_when_it_is_told_something_holds_nothing_and_is_revived(dies_at, tmp_path):
     async def go():
         config = load_config(
@@ -506,7 +507,7 @@ def test_when_pause_returns_a_lost_worker_holds_nothing_any_more(tmp_path):
             task = make_env(config, NOTES).task("train", 0)
             keys = [TrajectoryKey("r", task.key, "max", 0, sample) for sample in range(3)]
             await store.begin([TrajectoryHeader(key, task) for key in keys])
-            worker = MortalWorker(config, store, num_deaths=1, dies_at=("pause", 1))
+            worker = MortalWorker(config, store, num_deaths=1, dies_at=("pause", True))
             supervisor = Supervisor([worker], store, max_restarts=1)
             supervisor.start()
             await supervisor.play()

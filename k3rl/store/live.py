@@ -325,7 +325,6 @@ class LiveState:
             found.append((sequence, id))
         return found[::-1]
 
-
     def _parent(self, record: TrajectoryRecord) -> TrajectoryId:
         if record.header.parent is None:
             raise StoreError(f"trajectory {record.id} has no parent")

@@ -582,7 +582,7 @@ def uninterrupted(tmp_path_factory):
 
 @settings(
     derandomize=True,
-    max_examples=10,
+    max_examples=8,
     deadline=None,
     # An example takes half a second: the first one that fails is small enough.
     phases=[Phase.explicit, Phase.generate],
