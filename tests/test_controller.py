@@ -380,7 +380,7 @@ def test_a_second_controller_carries_on_after_an_abrupt_end(name, whole_keys, tm
         async with open_store(config) as store:
             task = asyncio.create_task(controller(config, store).run())
             await until(lambda: store.trajectories(FINISHED))
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.5)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             return await store.trajectories()
@@ -392,7 +392,11 @@ def test_a_second_controller_carries_on_after_an_abrupt_end(name, whole_keys, tm
             return await controller(config, store, [worker]).run()
 
     slow = load_config(
-        tmp_path, *TWO_ITERATIONS, "engine.tokens_per_s=100", "rollout.ack_tokens=16"
+        tmp_path,
+        *TWO_ITERATIONS,
+        "engine.tokens_per_s=30",
+        "engine.delta_tokens=4",
+        "rollout.ack_tokens=12",
     )
     before = asyncio.run(cut_off(slow))
     assert any(t.state is ACTIVE for t in before)
