@@ -196,6 +196,7 @@ class Controller:
                 metrics.TRAJECTORIES_PER_S: len(finished) / max(wall_s, 1e-9),
                 metrics.WORKER_RESTARTS: self.supervisor.num_restarts,
                 metrics.NUM_GROUPS: len(scored),
+                metrics.NUM_DROPPED_GROUPS: sum(map(self.groups.is_dropped, scored)),
                 metrics.NUM_INFORMATIVE_GROUPS: sum(map(self.groups.is_informative, scored)),
                 metrics.STORE_TOKENS: stats.num_tokens,
                 metrics.STORE_INDEX_REBUILDS: stats.num_index_rebuilds,

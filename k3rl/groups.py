@@ -118,6 +118,11 @@ class Groups:
         """Groups whose K are complete."""
         return [group for group in self._groups.values() if group.is_scored]
 
+    def is_dropped(self, group: Group) -> bool:
+        """Whether too few of its members are valid, also after they were run again."""
+        ends = [self.trajectories[id].outcome for id in group.members.values()]
+        return sum(map(has_reward, ends)) < min(MIN_GROUP, len(ends))
+
     def is_informative(self, group: Group) -> bool:
         """Whether its rewards differ, so that a group-mean baseline leaves a gradient."""
         outcomes = [self.trajectories[id].outcome for id in group.members.values()]

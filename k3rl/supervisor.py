@@ -156,4 +156,5 @@ async def cancelled(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         task.cancel()
     if tasks:
-        await asyncio.wait(tasks, timeout=CANCEL_WAIT_S)
+        done, _ = await asyncio.wait(tasks, timeout=CANCEL_WAIT_S)
+        await asyncio.gather(*done, return_exceptions=True)

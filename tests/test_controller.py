@@ -283,6 +283,7 @@ def test_a_group_with_too_few_valid_members_is_run_again_once_and_then_kept(tmp_
     assert [row[metrics.NUM_INFRA_FAULTS] for row in rows] == [2, 2, 2]
     assert [row[metrics.NUM_FINISHED] for row in rows] == [2, 2, 2]
     assert [row[metrics.NUM_GROUPS] for row in rows] == [0, 1, 1]
+    assert [row[metrics.NUM_DROPPED_GROUPS] for row in rows] == [0, 1, 1]
     assert [row[metrics.REWARD] for row in rows] == [0, 0, 0]
 
 
@@ -309,6 +310,7 @@ def test_only_the_broken_member_is_run_again_and_a_cured_group_counts(tmp_path):
     ]
     assert [t.outcome.reward for t in summary.trajectories[:3]] == [0.0, None, 1.0]
     assert [row[metrics.NUM_GROUPS] for row in rows] == [0, 1]
+    assert [row[metrics.NUM_DROPPED_GROUPS] for row in rows] == [0, 0]
     assert [row[metrics.NUM_INFORMATIVE_GROUPS] for row in rows] == [0, 1]
 
 

@@ -293,9 +293,11 @@ class Episode:
     async def _close(self) -> None:
         """Free session and sandbox; what the sandbox refuses is no part of the outcome."""
         try:
-            await self.env.close()
-            if self.sandbox is not None:
-                await self.parts.backend.close(self.sandbox.id)
+            try:
+                await self.env.close()
+            finally:
+                if self.sandbox is not None:
+                    await self.parts.backend.close(self.sandbox.id)
         except SandboxError as error:
             _log.warning("trajectory %s: its sandbox is left behind: %s", self.id, error)
 

@@ -7,6 +7,7 @@ It runs as a Ray actor or inside the controller's process, by the same code.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,7 +105,8 @@ class RolloutWorker:
                 if claim.header.id in self._episodes:
                     continue
                 if self._is_paused and claim.outcome is None:
-                    await self.store.pause(claim.header.id, claim.epoch)
+                    with contextlib.suppress(Fenced):
+                        await self.store.pause(claim.header.id, claim.epoch)
                 else:
                     self._start(claim, parts)
 

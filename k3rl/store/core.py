@@ -13,6 +13,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -59,10 +60,10 @@ class Signal:
         event = self._event
 
         async def wait(timeout_s: float) -> None:
-            try:
-                await asyncio.wait_for(event.wait(), timeout_s)
-            except TimeoutError:
-                return
+            # Not wait_for: on Python 3.11 it may swallow a cancellation that meets a wake-up.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await event.wait()
 
         return wait
 

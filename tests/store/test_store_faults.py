@@ -12,6 +12,7 @@ import pytest
 from redis import Redis
 
 from k3rl.errors import Fenced, StoreError
+from k3rl.store.core import Signal
 from k3rl.store.fsck import check, compare_ledger
 from k3rl.store.protocol import Ack, Ref
 from k3rl.store.redis_server import EmbeddedServer
@@ -249,5 +250,18 @@ def test_a_cancelled_claim_is_handed_out_again(open_store):
                 found += [claim.header.id for claim in claims]
             assert sorted(found) == sorted(header(n).id for n in range(20))
             assert len(set(found)) == 20
+
+    asyncio.run(go())
+
+
+def test_waiting_does_not_swallow_a_cancellation_that_meets_a_wake_up():
+    async def go():
+        signal = Signal()
+        waiting = asyncio.create_task(signal.arm()(10.0))
+        await asyncio.sleep(0)
+        signal.wake()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
 
     asyncio.run(go())
