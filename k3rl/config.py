@@ -98,8 +98,9 @@ class RolloutConfig(Section):
     finished_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """lambda: the iteration pauses once this fraction of the N x K x levels has finished."""
     max_staleness: Annotated[int, Field(ge=0)] = 4
-    """Policy versions a trained span may lag behind the learner."""
+    """Policy versions a trained span may lag behind the learner; no effect without one."""
     num_workers: Annotated[int, Field(ge=1)] = 1
+    """Worker actors; with `cluster.backend: local` there is always one."""
     trajectories_per_worker: Annotated[int, Field(ge=1)] = 16
     split: Literal["train", "heldout"] = "train"
     ack_tokens: Annotated[int, Field(ge=1)] = 64
@@ -137,13 +138,19 @@ class StoreConfig(Section):
     """The trajectory store under `<run>/store`."""
 
     redis: str = "embedded"
-    """`embedded` starts a private Valkey; else a redis://, rediss:// or unix:// URL."""
+    """`embedded` starts a private Valkey; else a redis://, rediss:// or unix:// URL.
+
+    A password in it is written to the run's config.yaml like every other value.
+    """
     lease_ttl_s: Annotated[float, Field(gt=0)] = 30.0
     """A worker silent for this long loses its trajectories to others."""
 
 
 class ObjectiveConfig(Section):
-    """The per-token loss (Kimi K2.5, arXiv 2602.02276; values: design decision 14)."""
+    """The per-token loss (Kimi K2.5, arXiv 2602.02276; values: design decision 14).
+
+    Read by a learner: without effect while `algorithm` is none.
+    """
 
     log_ratio_sq_coef: Number = 1e-3
     log_ratio_window: Annotated[list[float], Field(min_length=2, max_length=2)] = [

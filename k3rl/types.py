@@ -1,8 +1,8 @@
 """The nouns of k3rl as frozen carriers, and how they travel.
 
 Anyone may import this leaf. A carrier holds data and checks its own claims; behaviour lives with
-the parts that use it. `encode` and `decode` are the only wire and disk format of carriers: a JSON
-head followed by raw array bytes, so nothing stored or exchanged is a pickle.
+the parts that use it. Between processes and in the journal a carrier is what `encode` makes of it:
+a JSON head followed by raw array bytes, so nothing stored or exchanged is a pickle.
 
 Array axes: T tokens of one context.
 """
@@ -357,7 +357,7 @@ class TrajectoryHeader:
     digests: dict[str, str] = field(default_factory=dict)
     """Of env, harness, tokenizer and sandbox: what a reader must match."""
     capabilities: tuple[str, ...] = ()
-    """What the sandbox really enforced."""
+    """What the run's sandboxes enforce, probed where it was started; workers refuse to run less."""
     iteration: int = 0
 
     @property

@@ -70,7 +70,7 @@ def played_with_kills(user, tools, *titles):
     assert sum(counts.values()) == 48
     assert all(wins[name] == counts[name] for name in counts if name[1] == "oracle")
     check_ledger(user)
-    assert "0 lost" in user.run("traj", "fsck", "--ledger", str(ledger))
+    assert " 0 lost" in user.run("traj", "fsck", "--ledger", str(ledger))
     return out
 
 

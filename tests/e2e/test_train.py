@@ -28,10 +28,12 @@ def test_a_run_can_be_played_looked_at_checked_and_replayed(user):
     assert "outcome completed" in shown
     assert "<|end_of_msg|>" in shown
     fsck = user.run("traj", "fsck", "--ledger", str(user.run_folder / "ledger"))
-    assert "0 lost" in fsck
-    assert "0 duplicated" in fsck
+    assert " 0 lost" in fsck
+    assert " 0 duplicated" in fsck
     replayed = user.run("replay", *(t.id for t in trajectories))
-    assert replayed.count(": identical\n") >= len(trajectories)
+    for trajectory in trajectories:
+        verdict = next(line for line in replayed.splitlines() if line.startswith(trajectory.id))
+        assert verdict.endswith("calls: identical")
     metrics = [json.loads(line) for line in (user.run_folder / "metrics.jsonl").open()]
     assert metrics[0]["rollout/num_finished"] == 8
     assert list((user.run_folder / "tensorboard").iterdir())
@@ -46,43 +48,6 @@ def test_dry_run_prints_the_resolved_config_and_starts_nothing(user):
     assert printed["rollout"]["num_groups"] == 9
     assert printed["store"]["redis"] == "embedded"
     assert not user.run_folder.exists()
-
-
-def test_replay_finds_a_planted_difference(user):
-    """The check can fail: with one stored output changed, replay says where."""
-    user.train("envs=[{id: k3rl/FileHunt-v0}]", "rollout.num_groups=1")
-    folder = user.run_folder
-    config = yaml.safe_load((folder / "config.yaml").read_text())
-    assert config["envs"][0]["id"] == "k3rl/FileHunt-v0"
-    import asyncio
-    from dataclasses import replace
-
-    from k3rl import config as configs
-    from k3rl.replay.verify import replay
-    from k3rl.rollout.worker import make_backend, make_env, make_renderer, sandbox_spec
-
-    settings = configs.load(folder / "config.yaml", [f"run.folder={folder.parent}"])
-    reader = StoreReader(folder / "store")
-    stored = next(t for t in reader.trajectories() if any(s.calls for s in t.steps))
-    step = next(s for s in stored.steps if s.calls)
-    calls = (replace(step.calls[0], output_digest="0" * 64), *step.calls[1:])
-    steps = tuple(replace(s, calls=calls) if s is step else s for s in stored.steps)
-    planted = replace(stored, steps=steps)
-
-    class Planted:
-        get = staticmethod(lambda id: planted)
-        read, snapshot = reader.read, reader.snapshot
-
-    async def go():
-        backend, env = make_backend(settings), make_env(settings, "k3rl/FileHunt-v0")
-        spec, renderer = sandbox_spec(settings, env), make_renderer(settings)
-        report = await replay(Planted, stored.id, env, backend, spec, renderer)
-        await backend.aclose()
-        return report
-
-    divergence = asyncio.run(go()).first_divergence
-    assert divergence.step == step.index
-    assert "output: stored" in divergence.differences[0]
 
 
 def tokens_of(folder):
@@ -115,7 +80,8 @@ def test_paused_in_one_process_and_resumed_in_another_equals_uninterrupted(user,
     user.train(*pace, "rollout.finished_fraction=1.0", "run.iterations=2")
     interrupted = tokens_of(user.run_folder)
 
-    whole = type(user)(tmp_path / "whole") if (tmp_path / "whole").mkdir() is None else None
+    (tmp_path / "whole").mkdir()
+    whole = type(user)(tmp_path / "whole")
     whole.train("engine.tokens_per_s=150", "engine.delta_tokens=3", "run.iterations=2")
     uninterrupted = tokens_of(whole.run_folder)
     for trajectory in paused:
@@ -124,7 +90,7 @@ def test_paused_in_one_process_and_resumed_in_another_equals_uninterrupted(user,
     assert len(both) >= 8
     assert all(interrupted[id] == uninterrupted[id] for id in both)
     fsck = user.run("traj", "fsck", "--ledger", str(user.run_folder / "ledger"))
-    assert "0 lost" in fsck
+    assert " 0 lost" in fsck
 
 
 def test_flushall_in_the_middle_of_a_run_is_survived(user, tools):
@@ -143,7 +109,7 @@ def test_flushall_in_the_middle_of_a_run_is_survived(user, tools):
     assert flushes == 3
     assert " 0 index rebuilds" not in out
     assert " 0 trajectories unfinished" in out
-    assert "0 lost" in user.run("traj", "fsck", "--ledger", str(user.run_folder / "ledger"))
+    assert " 0 lost" in user.run("traj", "fsck", "--ledger", str(user.run_folder / "ledger"))
 
 
 def find_socket(tools, process):
