@@ -16,7 +16,6 @@ from k3rl.envs import registry
 from k3rl.envs.base import Observation
 from k3rl.envs.session import ToolSession
 from k3rl.envs.tools import Tool, run_command
-from k3rl.rollout.engine import SamplingLaw
 from k3rl.rollout.episode import Episode, EpisodeParts
 from k3rl.rollout.scripted import ScriptedEngine
 from k3rl.rollout.worker import make_backend, make_renderer
@@ -261,7 +260,7 @@ class Bench:
             engine,
             self.renderer,
             self.backend,
-            SamplingLaw(),
+            0,
             **{"ledger": self.ledger, **options},
         )
         return Episode(parts, env, env.sandbox_spec, claim)

@@ -38,6 +38,7 @@ class SamplingLaw:
     """The law sampled from; rollout_logprobs are those of this law (design.md 2b, decision 9)."""
 
     temperature: float = 1.0
+    """1 is the law that is trained; 0 takes the most likely id, whose log-prob is then 0."""
     top_p: float = 1.0
     seed: int = 0
 
@@ -98,15 +99,25 @@ class RolloutEngine(Protocol):
         ...
 
     async def apply(self, manifest: JsonObject) -> int:
-        """Take a published policy version, all or nothing; returns it. Raises WeightsError."""
+        """Take a published policy version, all or nothing; returns it.
+
+        The present version again is no change; an older one raises WeightsError. Requests go on:
+        tokens sampled after this come from the new version.
+        """
         ...
 
     async def export_state(self, trajectory_id: TrajectoryId) -> bytes:
-        """The model state kept for a trajectory. Raises EngineError without EXPORTS_STATE."""
+        """The model state kept for a trajectory.
+
+        Raises EngineError without EXPORTS_STATE, and when none is kept.
+        """
         ...
 
     async def import_state(self, trajectory_id: TrajectoryId, state: bytes) -> None:
-        """Take over a state exported elsewhere. Raises EngineError without EXPORTS_STATE."""
+        """Take over a state exported elsewhere; one of another version is not used.
+
+        Raises EngineError without EXPORTS_STATE, and for bytes that are no state of the trajectory.
+        """
         ...
 
     async def aclose(self) -> None:

@@ -54,7 +54,8 @@ class EpisodeParts:
     engine: RolloutEngine
     renderer: Renderer
     backend: SandboxBackend
-    law: SamplingLaw
+    seed: int
+    """Of every sampling law; the temperature is the trajectory's own."""
     ack_tokens: int = 64
     max_turns: int | None = None
     ledger: Ledger | None = None
@@ -163,9 +164,9 @@ class Episode:
             turn.finish_reason = FinishReason.ABORT if self.is_pausing else cap_reason
             return turn
         began = time.monotonic()
-        request = GenerateRequest(
-            self.claim.header.key, self.task, context, turn.start, room, stop_ids, self.parts.law
-        )
+        header = self.claim.header
+        law = SamplingLaw(temperature=header.temperature, seed=self.parts.seed)
+        request = GenerateRequest(header.key, self.task, context, turn.start, room, stop_ids, law)
         turn.finish_reason = await self._sample(request)
         if turn.finish_reason is FinishReason.LENGTH:
             turn.finish_reason = cap_reason

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from k3rl.blobs import BlobStore
 from k3rl.config import Config
 from k3rl.envs import registry
 from k3rl.envs.base import ToolEnv
-from k3rl.errors import ConfigError, Fenced
-from k3rl.rollout.engine import RolloutEngine, SamplingLaw
+from k3rl.errors import ConfigError, Fenced, WeightsError
+from k3rl.rollout.engine import RolloutEngine
 from k3rl.rollout.episode import Episode, EpisodeParts
 from k3rl.rollout.renderer import Renderer
 from k3rl.rollout.scripted import ScriptedEngine
@@ -25,7 +26,7 @@ from k3rl.sandboxes.base import Capability, SandboxBackend, SandboxSpec
 from k3rl.sandboxes.factory import open_backend
 from k3rl.store.ledger import Ledger
 from k3rl.store.protocol import Claim, TrajectoryStore
-from k3rl.types import TrajectoryId
+from k3rl.types import JsonObject, TrajectoryId
 
 CLAIM_WAIT_S = 0.25
 """How long a claim waits for work; also how long a pause may have to wait for a claim."""
@@ -37,6 +38,8 @@ class RolloutWorker:
     def __init__(self, config: Config, store: TrajectoryStore) -> None:
         """`store` is the service or a proxy to it."""
         self.config, self.store = config, store
+        self._engine: RolloutEngine | None = None
+        self._manifest: JsonObject | None = None
         self._episodes: dict[TrajectoryId, Episode] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
@@ -46,13 +49,17 @@ class RolloutWorker:
 
     async def run(self, worker_id: str) -> None:
         """Claim and play until `stop`. Raises what made it impossible to go on (StoreError)."""
-        backend, engine = make_backend(self.config), make_engine(self.config)
+        engine = make_engine(self.config)
+        if self._manifest is not None:
+            await engine.apply(self._manifest)
+        self._engine = engine
+        backend = make_backend(self.config)
         parts = EpisodeParts(
             store=self.store,
             engine=engine,
             renderer=make_renderer(self.config),
             backend=backend,
-            law=SamplingLaw(seed=self.config.seed),
+            seed=self.config.seed,
             ack_tokens=self.config.rollout.ack_tokens,
             max_turns=self.config.harness.max_turns,
             ledger=self._ledger(worker_id),
@@ -88,6 +95,24 @@ class RolloutWorker:
         await self.pause()
         self._is_stopping = True
         self._wake.set()
+
+    async def apply(self, manifest: str) -> None:
+        """Sample from a published version from now on; `manifest` is its manifest as JSON.
+
+        Before `run` it is kept, and applied when the engine is made. Raises WeightsError.
+        """
+        try:
+            loaded = json.loads(manifest)
+        except ValueError as error:
+            raise WeightsError(f"a manifest is not JSON: {error}") from None
+        if self._engine is not None:
+            await self._engine.apply(loaded)
+        self._manifest = loaded
+
+    async def stats(self) -> str:
+        """The engine's counters as a JSON object; empty for an engine without any."""
+        counters = getattr(self._engine, "stats", None)
+        return json.dumps(asdict(counters) if counters is not None else {})
 
     async def _claim_some(self, worker_id: str, parts: EpisodeParts) -> None:
         """Wait for a free slot, then for a claim, and start what was claimed."""
@@ -177,8 +202,13 @@ def make_renderer(config: Config) -> Renderer:
 
 
 def make_engine(config: Config) -> RolloutEngine:
-    """The config's engine."""
+    """The config's engine. Raises ConfigError for a model that does not fit the tokenizer."""
     settings = config.engine
+    if settings.kind == "native":
+        # Scripted runs stay small and start fast: without torch.
+        from k3rl.rollout.build import make_native
+
+        return make_native(config, make_renderer(config), max_context_tokens(config))
     return ScriptedEngine(
         make_renderer(config),
         settings.policies,
@@ -186,6 +216,12 @@ def make_engine(config: Config) -> RolloutEngine:
         delta_tokens=settings.delta_tokens,
         tokens_per_s=settings.tokens_per_s,
     )
+
+
+def max_context_tokens(config: Config) -> int:
+    """The longest context that the limits of the config's tasks allow."""
+    tasks = [make_env(config, env.id).task(config.rollout.split, 0) for env in config.envs]
+    return max(task.limits.max_context_tokens for task in tasks)
 
 
 def make_backend(config: Config) -> SandboxBackend:

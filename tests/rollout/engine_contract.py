@@ -132,14 +132,32 @@ async def a_law_that_the_learner_cannot_recompute_is_refused(make, requests):
 
 @case
 async def missing_state_export_is_an_error_not_an_empty_state(make, requests):
-    engine = make()
+    engine, key = make(), requests[0].key
     if EngineCapability.EXPORTS_STATE in engine.capabilities:
-        await engine.import_state(requests[0].key.id, await engine.export_state(requests[0].key.id))
+        with pytest.raises(EngineError, match=key.id):
+            await engine.export_state(key.id)
+        with pytest.raises(EngineError, match="state"):
+            await engine.import_state(key.id, b"")
     else:
         with pytest.raises(EngineError, match="exports_state"):
-            await engine.export_state(requests[0].key.id)
+            await engine.export_state(key.id)
         with pytest.raises(EngineError, match="exports_state"):
-            await engine.import_state(requests[0].key.id, b"")
+            await engine.import_state(key.id, b"")
+
+
+@case
+async def a_turn_goes_on_the_same_from_an_imported_state(make, requests):
+    if EngineCapability.EXPORTS_STATE not in make().capabilities:
+        return
+    for request in requests:
+        whole = ids_of(await collect(make(), request))
+        first, engine = make(), make()
+        begun = await collect(first, request, until=1)
+        await engine.import_state(request.key.id, await first.export_state(request.key.id))
+        rest = await collect(engine, continued(request, begun))
+        assert ids_of(begun) + ids_of(rest) == whole
+        with pytest.raises(EngineError, match=request.key.id):
+            await engine.import_state("0" * 32, await first.export_state(request.key.id))
 
 
 @case
