@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -19,8 +20,10 @@ from k3rl.store.index import IndexLost, Lease, LiveIndex, TrajectoryRow
 from k3rl.store.live import LiveState
 from k3rl.types import TrajectoryId
 
-FLUSH_S = 0.02
+FLUSH_S = 0.1
 """Rows that changed within this time are put together."""
+RENEW_SHARE = 0.125
+"""A lease is renewed again after this share of its time at the earliest."""
 RETRY_S = 1.0
 MAX_REBUILDS = 3
 """In one call, before it gives up."""
@@ -43,6 +46,10 @@ class IndexMirror:
         self._flusher: asyncio.Task[None] | None = None
         self.claiming: dict[TrajectoryId, str] = {}
         """Popped ids whose claim is not durable yet, and by whom."""
+        self._ended: dict[TrajectoryId, None] = {}
+        """Claims that ended since the last release."""
+        self._renewed: dict[str, float] = {}
+        """When each worker's lease was renewed."""
         self.num_rebuilds = 0
         """Since opening; the first filling is not one."""
 
@@ -82,12 +89,24 @@ class IndexMirror:
         return await self._call(pop)
 
     async def renew(self, worker_id: str, ttl_s: float) -> None:
-        """The worker is alive."""
-        await self._call(lambda: self._index.renew(worker_id, ttl_s))
+        """The worker is alive. Does nothing when its lease was renewed a moment ago."""
+        now = time.monotonic()
+        if now - self._renewed.get(worker_id, -math.inf) >= ttl_s * RENEW_SHARE:
+            await self._call(lambda: self._index.renew(worker_id, ttl_s))
+            self._renewed[worker_id] = now
 
     async def release(self, ids: Sequence[TrajectoryId]) -> None:
         """Claims that ended. Never fails: an index that cannot follow is rebuilt later."""
-        await self._follow(lambda: self._index.release(ids))
+        self._ended.update(dict.fromkeys(ids))
+        await self._follow(self._release_ended)
+
+    async def _release_ended(self) -> None:
+        """The first who comes to its turn releases for all who wait."""
+        ended, self._ended = self._ended, {}
+        await self._index.release([id for id in ended if not self._is_held(id)])
+
+    def _is_held(self, id: TrajectoryId) -> bool:
+        return id in self.claiming or self._live.records[id].worker_id is not None
 
     async def requeue(self, ids: Sequence[TrajectoryId]) -> None:
         """Paused or reaped ids to the front. Never fails, like `release`."""
@@ -97,6 +116,7 @@ class IndexMirror:
         """A dead worker's ids to the front. Never fails, like `release`."""
 
         async def move() -> None:
+            self._renewed.pop(worker_id, None)
             await self._index.take_over(worker_id)
             await self._index.push(self._queued(ids), front=True)
 
@@ -136,6 +156,8 @@ class IndexMirror:
         """Nothing is awaited between reading memory and handing it over."""
         live = self._live
         self._dirty.clear()
+        self._ended.clear()
+        self._renewed.clear()
         leases = {
             id: Lease(record.worker_id, record.epoch)
             for id, record in live.records.items()

@@ -221,6 +221,13 @@ class TrajectoryStore(Protocol):
         """Append to the `updates` table."""
         ...
 
+    async def updates(self) -> list[UpdateRow]:
+        """The `updates` table, in the order in which it was written.
+
+        An update that was made again after a rollback has several rows; the last one counts.
+        """
+        ...
+
     async def next_version(self, parent: int, checksum: Digest, blob: Digest | None) -> int:
         """The next policy version, never repeated, recorded with its parent."""
         ...

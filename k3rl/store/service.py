@@ -224,6 +224,11 @@ class StoreService(StoreCore):
         ids = population(self._live.records.values(), pinned)
         return [Ref(id) for id in draw(ids, update, n, seed)]
 
+    async def updates(self) -> list[UpdateRow]:
+        """Recorded ones, durable before they are seen."""
+        self._check_open()
+        return list(self._state.updates)
+
     async def stats(self) -> StoreStats:
         """Counters of this service's life and of the files as they are."""
         records = self._live.records.values()

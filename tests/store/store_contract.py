@@ -19,6 +19,7 @@ from k3rl.types import (
     Span,
     TrajectoryState,
     digest_json,
+    encode,
 )
 from tests.store.store_builders import (
     COMPLETED,
@@ -447,9 +448,14 @@ async def updates_are_recorded(store):
     await store.record_update(row)
     await store.record_update(row)
     assert await store.pin() > seq
+    (found,) = await store.updates()
+    assert encode(found) == encode(row)
+    again = replace(row, policy_version_in=1, policy_version_out=2, loss=(0.5,))
+    await store.record_update(again)
+    assert [encode(one) for one in await store.updates()] == [encode(row), encode(again)]
     with pytest.raises(K3rlError, match="length"):
         await store.record_update(UpdateRow(1, 1, 2, seq, "", (id,), (), {}, (), 0.0))
-    assert await store.next_version(1, digest_json("w"), None) == 2
+    assert await store.next_version(1, digest_json("w"), None) == 3
 
 
 @case

@@ -1,0 +1,1 @@
+"""Objectives, advantage rules and budgets. See README.md."""
