@@ -18,6 +18,7 @@ from itertools import pairwise
 import numpy as np
 
 from k3rl.envs.base import EnvSpec, Observation
+from k3rl.envs.demonstrating import draw_thought, slips
 from k3rl.envs.session import ToolSession, draw_seed
 from k3rl.envs.tools import Tool, ToolOutput, command_output, run_command
 from k3rl.errors import UserInputError
@@ -29,6 +30,9 @@ LIMITS = TaskLimits(max_turns=8, max_context_tokens=1024, max_time_s=120.0)
 DEADLINE_S = 5.0
 MAX_ARGUMENT_CHARS = 200
 """Of a path or a pattern: far above any real one, far below what a command line holds."""
+
+MAX_WRONG_TURNS = 3
+"""Of a demonstration; the longest way takes 5 of the 8 turns."""
 
 FOLDERS = "abcdefgh"
 LETTERS = "jkmnpqrstuvwxyz"
@@ -204,21 +208,60 @@ def _read(call: ToolCall, content: str) -> str:
     return content.rpartition(" ")[2] if call.tool == "grep" else content
 
 
-def oracle(task: Task, transcript: Sequence[Message], rng: np.random.Generator) -> Message:
-    """Follow the pointers as the transcript shows them; knows nothing else of the task.
+def _follow(transcript: Sequence[Message]) -> tuple[str, int]:
+    """The pointer that the way has come to, and how many calls led there.
 
-    Only answers to the call that the way asks for move it on, so it can take over anywhere.
+    Only answers to the call that the way asks for move it on.
     """
     asked: dict[int | None, ToolCall] = {}
     pointer = next(m.content for m in transcript if m.role == "user").removeprefix(PROMPT)
+    num_calls = 0
     for message in transcript:
         asked = {call.index: call for call in message.tool_calls} or asked
         call = asked.get(message.index) if message.role == "tool" else None
         wanted = _go(pointer).tool_calls[0]
         if call is not None and (call.tool, call.arguments) == (wanted.tool, wanted.arguments):
             found = _read(call, message.content)
-            pointer = found if POINTER.fullmatch(found) else pointer
-    return _go(pointer)
+            if POINTER.fullmatch(found):
+                pointer, num_calls = found, num_calls + 1
+    return pointer, num_calls
+
+
+def oracle(task: Task, transcript: Sequence[Message], rng: np.random.Generator) -> Message:
+    """Follow the pointers as the transcript shows them; knows nothing else of the task.
+
+    It can take over anywhere.
+    """
+    return _go(_follow(transcript)[0])
+
+
+def _spoil(path: str, rng: np.random.Generator) -> str:
+    """`path` with one character changed, most often to one that does not exist."""
+    place = int(rng.choice([i for i, char in enumerate(path) if char != "/"]))
+    alphabet = next(each for each in (FOLDERS, LETTERS, "0123456789") if path[place] in each)
+    other = rng.choice([char for char in alphabet if char != path[place]])
+    return f"{path[:place]}{other}{path[place + 1 :]}"
+
+
+def demonstrator(task: Task, transcript: Sequence[Message], rng: np.random.Generator) -> Message:
+    """The oracle with thoughts, and with paths that have one character wrong and are then mended.
+
+    The number that it submits is always the right one.
+    """
+    pointer, num_right = _follow(transcript)
+    turn = _go(pointer)
+    (call,) = turn.tool_calls
+    if call.tool == "submit":
+        words = ("the number is", "so the value is", "now submit", "yes")
+        said = [f"{each} {pointer}" for each in words]
+        return replace(turn, think=draw_thought("found", said, rng)[0])
+    path = call.arguments["path"]
+    words = ("the path is", f"so the call is {call.tool}", "now follow", "yes")
+    thought, is_verbose = draw_thought("follow", [f"{each} {path}" for each in words], rng)
+    num_turns = sum(message.role == "assistant" for message in transcript)
+    if num_turns - num_right < MAX_WRONG_TURNS and slips(is_verbose, rng):
+        path = _spoil(path, rng)
+    return _call(call.tool, thought, **{**call.arguments, "path": path})
 
 
 def random(task: Task, transcript: Sequence[Message], rng: np.random.Generator) -> Message:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from k3rl.envs.base import EnvSpec, Observation
+from k3rl.envs.demonstrating import draw_thought, slips
 from k3rl.envs.session import ToolSession, draw_seed
 from k3rl.envs.tools import Tool, ToolOutput, command_output, run_command
 from k3rl.errors import UserInputError
@@ -25,6 +26,15 @@ from k3rl.types import JsonObject, Message, Task, TaskLimits, ToolCall
 DATASETS = ("chain_sum", "basic_arithmetic")
 LIMITS = TaskLimits(max_turns=6, max_context_tokens=512, max_time_s=120.0)
 DEADLINE_S = 5.0
+MAX_WRONG_TURNS = 2
+"""Of a demonstration, so that it stays within the limits."""
+START = """import builtins, _sitebuiltins
+builtins.exit = builtins.quit = _sitebuiltins.Quitter("exit", "")
+del builtins, _sitebuiltins
+exec(compile(__import__("sys").stdin.read(), "<stdin>", "exec"))"""
+PYTHON = ("python3", "-S", "-s", "-c", START)
+"""Runs the program on its input without the site module, which takes a quarter of Python's start
+and would let the host's packages in; of what that module adds, programs get `exit` and `quit`."""
 DATASET_SEED = 0
 """reasoning-gym draws entry i from `Random(seed + i)`: one fixed seed, or entries would repeat."""
 
@@ -110,8 +120,8 @@ class PythonMath(ToolSession):
 
     async def python(self, code: str) -> ToolOutput:
         """Run Python."""
-        argv = ("python3", "-")
-        result = await run_command(self.sandbox, *argv, stdin=code.encode(), deadline_s=DEADLINE_S)
+        source = code.encode()
+        result = await run_command(self.sandbox, *PYTHON, stdin=source, deadline_s=DEADLINE_S)
         if result.exit_code:
             last = result.stderr.rstrip(b"\n").rpartition(b"\n")[2]
             result = replace(result, stderr=last)
@@ -139,6 +149,29 @@ def oracle(task: Task, transcript: Sequence[Message], rng: np.random.Generator) 
         if is_answer and [call.arguments for call in asked] == [turn.tool_calls[0].arguments]:
             return _say_answer(message.content)
     return turn
+
+
+def _spoil(code: str, rng: np.random.Generator) -> str:
+    """`code` with one digit changed, never to 0: no number may start with it."""
+    place = int(rng.choice([i for i, char in enumerate(code) if char.isdecimal()]))
+    digit = rng.choice([char for char in "123456789" if char != code[place]])
+    return f"{code[:place]}{digit}{code[place + 1 :]}"
+
+
+def demonstrator(task: Task, transcript: Sequence[Message], rng: np.random.Generator) -> Message:
+    """The oracle with thoughts, and with programs that have one digit wrong and are then mended."""
+    turn = oracle(task, transcript, rng)
+    if not turn.tool_calls:
+        words = ("the number is", "so the answer is", "now say")
+        thought, _ = draw_thought("answer", [f"{each} {turn.content}" for each in words], rng)
+        return replace(turn, think=thought)
+    code = turn.tool_calls[0].arguments["code"]
+    words = ("the code is", "so the call is", "now run")
+    thought, is_verbose = draw_thought("compute", [f"{each} {code}" for each in words], rng)
+    num_wrong = sum(message.role == "assistant" for message in transcript)
+    if num_wrong < MAX_WRONG_TURNS and slips(is_verbose, rng):
+        code = _spoil(code, rng)
+    return replace(_call_python(code), think=thought)
 
 
 def random(task: Task, transcript: Sequence[Message], rng: np.random.Generator) -> Message:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from k3rl.envs.base import EnvSpec, ScriptedPolicy, ToolEnv
 
 GROUP = "k3rl.envs"
-POLICY_NAMES = ("oracle", "random", "null")
+POLICY_NAMES = ("oracle", "random", "null", "demonstrator")
 
 _ID = re.compile(r"(?P<name>[A-Za-z][\w.-]*/[A-Za-z]\w*)-v(?P<version>\d+)")
 _Class = TypeVar("_Class", bound=type)

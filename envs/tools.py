@@ -16,6 +16,7 @@ import time
 import typing
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from k3rl.errors import EnvError
 from k3rl.sandboxes.base import ExecRequest, ExecResult, Sandbox, run
@@ -64,15 +65,24 @@ class Tool:
     @classmethod
     def of(cls, function: ToolFunction, deadline_s: float | None = None) -> Tool:
         """Declare `function` as a tool. Raises EnvError when its signature cannot be declared."""
-        return cls(_declare(function), function, deadline_s)
+        method = getattr(function, "__func__", None)
+        spec = _declare(function) if method is None else _declare_method(method)
+        return cls(spec, function, deadline_s)
 
 
-def _declare(function: ToolFunction) -> ToolSpec:
+@cache
+def _declare_method(function: ToolFunction) -> ToolSpec:
+    """Once per class: every session of an environment declares the same methods."""
+    return _declare(function, num_bound=1)
+
+
+def _declare(function: ToolFunction, num_bound: int = 0) -> ToolSpec:
+    """The declaration of a function whose first `num_bound` parameters are given already."""
     name = getattr(function, "__name__", repr(function))
     hints = typing.get_type_hints(function)
     properties: JsonObject = {}
     required = []
-    for parameter in inspect.signature(function).parameters.values():
+    for parameter in list(inspect.signature(function).parameters.values())[num_bound:]:
         kind = _JSON_TYPES.get(hints.get(parameter.name, object))
         if kind is None or parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
             raise EnvError(f"tool {name}: parameter {parameter}: use str, int, float or bool")
