@@ -1,10 +1,11 @@
-# Two commands for a newcomer: `make install`, `make test`.
+# For a newcomer: `make install`, `make smoke`, `make test`.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+SEED ?= 0
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 
-.PHONY: install test test-all lint format clean
+.PHONY: install smoke smoke-scratch smoke-control test test-all lint format clean
 
 install: $(VENV)/.installed
 
@@ -17,10 +18,19 @@ $(VENV)/.installed: requirements.lock pyproject.toml
 	$(PIP) install --no-deps --no-build-isolation -e .
 	touch $@
 
+smoke: install
+	$(BIN)/k3rl smoke --seed $(SEED)
+
+smoke-scratch: install
+	$(BIN)/k3rl smoke --seed $(SEED) --scratch
+
+smoke-control: install
+	$(BIN)/k3rl smoke --seed $(SEED) --control
+
 test: install
 	$(BIN)/pytest -m "not slow"
 
-test-all: install
+test-all: install smoke smoke-control smoke-scratch
 	$(BIN)/pytest
 
 lint: install

@@ -24,8 +24,7 @@ from k3rl import config as configs
 from k3rl import errors
 from k3rl.config import Config
 from k3rl.errors import EngineError, K3rlError, StoreError
-from k3rl.learner.idle import IdleLearner
-from k3rl.learner.protocol import Learner
+from k3rl.learner.protocol import Trainer
 from k3rl.rollout.worker import RolloutWorker
 from k3rl.store.host import StoreHost
 from k3rl.store.protocol import TrajectoryStore
@@ -128,7 +127,7 @@ class WorkerActor:
         self._worker = RolloutWorker(configs.from_json(json.loads(config)), store_proxy(store))
 
     async def tell(self, verb: str, *arguments: str) -> bytes:
-        """run, pause, resume or stop."""
+        """run, pause, resume, stop or apply."""
 
         async def work() -> bytes:
             await getattr(self._worker, verb)(*arguments)
@@ -142,20 +141,27 @@ class WorkerActor:
 
 
 class LearnerActor:
-    """The learner slot."""
+    """The trainer of a run, made at its first call."""
 
-    def __init__(self, config: str) -> None:
-        """With `algorithm: none` the slot holds an IdleLearner."""
-        assert configs.from_json(json.loads(config)).algorithm == "none"
-        self._learner = IdleLearner()
-
-    async def facts(self) -> tuple[bool, int]:
-        """Whether it trains, and its policy version."""
-        return self._learner.trains, self._learner.policy_version
+    def __init__(self, config: str, store: Any) -> None:
+        """`store` is the handle of a StoreActor."""
+        self._config, self._store = configs.from_json(json.loads(config)), store_proxy(store)
+        self._trainer: Trainer | None = None
+        self._turn = asyncio.Lock()
 
     async def call(self, method: str, arguments: list[bytes]) -> bytes:
-        """One call of the Learner contract."""
-        return await answer(lambda: serve(Learner, self._learner, method, arguments))
+        """One call of the Trainer contract."""
+
+        async def work() -> bytes:
+            async with self._turn:
+                if self._trainer is None:
+                    # Imported here: only this actor is to pay for torch.
+                    from k3rl.learner.trainer import make_trainer
+
+                    self._trainer = make_trainer(self._config, self._store)
+                return await serve(Trainer, self._trainer, method, arguments)
+
+        return await answer(work)
 
 
 def store_proxy(handle: Any) -> TrajectoryStore:
@@ -167,16 +173,13 @@ def store_proxy(handle: Any) -> TrajectoryStore:
     return cast(TrajectoryStore, Proxy(TrajectoryStore, send))
 
 
-async def learner_proxy(handle: Any) -> Learner:
-    """The learner behind a LearnerActor's handle."""
+def trainer_proxy(handle: Any) -> Trainer:
+    """The trainer behind a LearnerActor's handle."""
 
     async def send(method: str, arguments: list[bytes]) -> bytes:
         return cast(bytes, await handle.call.remote(method, arguments))
 
-    proxy = Proxy(Learner, send)
-    # The two attributes of the contract are facts of the slot, fixed for its life.
-    proxy.trains, proxy.policy_version = await handle.facts.remote()  # type: ignore[attr-defined]
-    return cast(Learner, proxy)
+    return cast(Trainer, Proxy(Trainer, send))
 
 
 class RayWorker:
@@ -215,6 +218,10 @@ class RayWorker:
         """End `run`."""
         await self._tell("stop")
 
+    async def apply(self, manifest: str) -> None:
+        """Serve a published policy version."""
+        await self._tell("apply", manifest)
+
     async def pid(self) -> int:
         """The process of the present actor, for tests and for `ps`."""
         return cast(int, await self._actor.pid.remote())
@@ -252,10 +259,10 @@ def start_store(config: Config) -> Any:
     return actor.remote(config.model_dump_json())
 
 
-def start_learner(config: Config) -> Any:
+def start_learner(config: Config, store: Any) -> Any:
     """The handle of a new LearnerActor."""
     actor = ray.remote(LearnerActor).options(num_cpus=0, resources={"learner": 1})
-    return actor.remote(config.model_dump_json())
+    return actor.remote(config.model_dump_json(), store)
 
 
 def start_workers(config: Config, store: Any) -> list[RayWorker]:

@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 
 from k3rl.config import Config
 from k3rl.errors import ConfigError
-from k3rl.learner.idle import IdleLearner
-from k3rl.learner.protocol import Learner
+from k3rl.learner.protocol import Trainer
 from k3rl.rollout.worker import RolloutWorker
 from k3rl.store.host import StoreHost
 from k3rl.store.protocol import TrajectoryStore
@@ -34,7 +33,8 @@ class Parts:
 
     store: TrajectoryStore
     workers: list[WorkerHandle]
-    learner: Learner
+    trainer: Trainer | None
+    """None with `algorithm: none`."""
 
 
 class LocalWorker(RolloutWorker):
@@ -59,9 +59,17 @@ async def _local(config: Config) -> AsyncIterator[Parts]:
     host = StoreHost(config)
     try:
         store = await host.open()
-        yield Parts(store, [LocalWorker(config, store)], IdleLearner())
+        yield Parts(store, [LocalWorker(config, store)], _local_trainer(config, store))
     finally:
         await host.aclose()
+
+
+def _local_trainer(config: Config, store: TrajectoryStore) -> Trainer | None:
+    if config.algorithm == "none":
+        return None
+    from k3rl.learner.trainer import make_trainer
+
+    return make_trainer(config, store)
 
 
 @asynccontextmanager
@@ -77,11 +85,14 @@ async def _ray(config: Config) -> AsyncIterator[Parts]:
         store_handle = actors.start_store(config)
         store = actors.store_proxy(store_handle)
         await _started("store", store.stats())
-        learner = await _started("learner", actors.learner_proxy(actors.start_learner(config)))
+        trainer, starting = None, []
+        if config.algorithm != "none":
+            trainer = actors.trainer_proxy(actors.start_learner(config, store_handle))
+            starting.append(_started("learner", trainer.start()))
         try:
             workers += actors.start_workers(config, store_handle)
-            await asyncio.gather(*(worker.started() for worker in workers))
-            yield Parts(store, list(workers), learner)
+            await asyncio.gather(*starting, *(worker.started() for worker in workers))
+            yield Parts(store, list(workers), trainer)
         finally:
             # Nothing may write any more while the store closes.
             for worker in workers:
@@ -117,7 +128,8 @@ def _connect(config: Config) -> None:
             raise ConfigError(f"cluster.address {config.cluster.address}: {error}") from None
         offered = ray.cluster_resources()  # type: ignore[no-untyped-call]
         workers = config.rollout.num_workers
-        needed = {"CPU": workers, "learner": 1, "rollout": workers, "store": 1}
+        needed = {"CPU": workers, "rollout": workers, "store": 1}
+        needed |= {"learner": 1} if config.algorithm != "none" else {}
         short = [f"{name} {n}" for name, n in needed.items() if offered.get(name, 0) < n]
         if short:
             ray.shutdown()

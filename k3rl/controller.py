@@ -4,13 +4,14 @@
                  ^                                                      | finish / pause
        next      |    finished >= lambda x N x K x levels: pause the rest with their sandboxes
      iteration   |                                                      v
-                 +-- resume paused first <-- complete groups scored <-- changes of the store
+                 +-- resume paused first <-- workers apply <-- trainer <-- complete groups scored
 
 One iteration: requeue what is paused, begin whole groups until N x K trajectories per level take
 part, let the workers play until the fraction lambda (`rollout.finished_fraction`) of them has
-finished, pause the rest, score every group whose K are complete. Nothing about a trajectory is kept
-here that the store does not know; `controller.json` beside it says which iteration is running, so a
-killed controller starts again in the middle of it.
+finished, pause the rest, score every group whose K are complete, train on them, and let the workers
+apply the new policy version. Nothing about a trajectory is kept here that the store does not know;
+`controller.json` beside it says which iteration is running, so a killed controller starts again in
+the middle of it.
 
 A worker that dies is fenced, revived and goes on; what it played resumes from its last committed
 step. An error of the store or the configuration ends the run as it is.
@@ -26,17 +27,28 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from k3rl import metrics
+from k3rl import evaluation, metrics
+from k3rl.algorithms import intensity
 from k3rl.blobs import replace_file
 from k3rl.config import Config
 from k3rl.envs.base import ToolEnv
 from k3rl.errors import ConfigError
+from k3rl.evaluation import Score
 from k3rl.groups import Groups, has_reward, is_success
-from k3rl.learner.protocol import Learner
+from k3rl.learner.protocol import Trainer, TrainerState, UpdatePlan
 from k3rl.metrics import MetricsWriter
 from k3rl.store.protocol import StoreStats, TrajectoryStore
 from k3rl.supervisor import Supervisor, WorkerHandle
-from k3rl.types import OutcomeKind, Trajectory, TrajectoryHeader, TrajectoryState
+from k3rl.types import (
+    OutcomeKind,
+    Trajectory,
+    TrajectoryHeader,
+    TrajectoryId,
+    TrajectoryState,
+    TruncationCause,
+    from_plain,
+    to_plain,
+)
 
 CHANGES_WAIT_S = 2.0
 """How long one look at the store's changes waits for the next."""
@@ -48,6 +60,9 @@ class Progress:
 
     iteration: int
     num_iterations: int
+    phase: str = "rollout"
+    """rollout, update or evaluation."""
+    policy_version: int = 0
     num_finished: int = 0
     """In this iteration."""
     num_target: int = 0
@@ -65,7 +80,10 @@ class Summary:
     num_iterations: int
     num_restarts: int
     stats: StoreStats
-    trains: bool
+    policy_version: int
+    """0: nothing was trained."""
+    evaluations: dict[int, list[Score]]
+    """By the iteration before which they were made."""
 
 
 @dataclass(slots=True)
@@ -80,14 +98,14 @@ class _Saved:
 
 
 class Controller:
-    """Runs iterations over a store, workers and a learner slot."""
+    """Runs iterations over a store, workers and, unless `algorithm` is none, a trainer."""
 
     def __init__(
         self,
         config: Config,
         store: TrajectoryStore,
         workers: list[WorkerHandle],
-        learner: Learner,
+        trainer: Trainer | None,
         make_env: Callable[[str], ToolEnv],
         *,
         digests: dict[str, str] | None = None,
@@ -95,7 +113,7 @@ class Controller:
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
         """`make_env` builds the environments that tasks are drawn from."""
-        self.config, self.store, self.learner = config, store, learner
+        self.config, self.store, self.trainer = config, store, trainer
         self.on_progress = on_progress
         envs = {env.id: make_env(env.id) for env in config.envs}
         self.groups = Groups(config, envs, digests or {}, capabilities)
@@ -104,32 +122,50 @@ class Controller:
         )
         self.metrics = MetricsWriter(config.run_folder, **config.metrics.model_dump())
         self.progress = Progress(0, config.run.iterations)
+        self.evaluations: dict[int, list[Score]] = {}
         self._saved = _Saved(0, Counter(), [])
         self._cursor = 0
+        self._next_update = 0
+        self._evaluated: dict[TrajectoryId, Trajectory | None] = {}
+        """Trajectories of the present evaluation."""
 
     async def run(self) -> Summary:
         """All iterations, then a sealed store. Raises the first error that no restart can cure."""
         began = time.monotonic()
+        settings, progress = self.config.evaluation, self.progress
         try:
             await self._recover()
             self.supervisor.start()
-            while self.progress.iteration < self.config.run.iterations:
+            if self.trainer is not None:
+                await self.supervisor.guard(self._take(await self.trainer.start()))
+            if settings.at_start:
+                await self.supervisor.guard(self._evaluate(0))
+            while progress.iteration < self.config.run.iterations:
                 await self.supervisor.guard(self._iterate())
-                self.progress.iteration += 1
-                self._save(self.progress.iteration)
+                progress.iteration += 1
+                self._save(progress.iteration)
+            if settings.at_end:
+                await self.supervisor.guard(self._evaluate(progress.iteration))
             await self.supervisor.guard(self.supervisor.stop())
             await self.store.pin()
             trajectories, stats = await self.store.trajectories(), await self.store.stats()
         finally:
             await self.supervisor.aclose()
             self.metrics.close()
-        wall_s, num_restarts = time.monotonic() - began, self.supervisor.num_restarts
-        done, trains = self.progress.iteration, self.learner.trains
-        return Summary(trajectories, wall_s, done, num_restarts, stats, trains)
+        return Summary(
+            [t for t in trajectories if t.header.key.run_id == self.config.run.name],
+            time.monotonic() - began,
+            progress.iteration,
+            self.supervisor.num_restarts,
+            stats,
+            progress.policy_version,
+            self.evaluations,
+        )
 
     async def _iterate(self) -> None:
         began = time.monotonic()
         before = self._saved.finished_before
+        self.progress.phase = "rollout"
         await self.store.requeue_paused()
         await self._begin(self.groups.to_begin(self.progress.iteration, before))
         self.progress.num_finished = (self.groups.num_finished() - before).total()
@@ -141,7 +177,72 @@ class Controller:
         await self.supervisor.pause()
         finished += await self._take_changes(0.0)
         await self._begin(self.groups.score(self.progress.iteration))
-        await self._report(finished, time.monotonic() - began)
+        self._estimate_budgets(self.groups.trajectories.values())
+        rollout_s = time.monotonic() - began
+        learned = await self._train()
+        await self._report(finished, rollout_s, time.monotonic() - began, learned)
+
+    async def _train(self) -> dict[str, float]:
+        """One update on all complete groups, and its version applied; returns its metrics."""
+        if self.trainer is None:
+            return {}
+        self.progress.phase = "update"
+        self.on_progress(self.progress)
+        groups = self.groups.ready()
+        useful = [group for group in groups if not self.groups.is_dropped(group)]
+        learned: dict[str, float] = {}
+        if any(map(self.groups.is_informative, useful)):
+            members = tuple(self.groups.members(group) for group in useful)
+            report = await self.trainer.update(UpdatePlan(self._next_update, members))
+            await self._take(report.state)
+            learned = report.metrics
+        for group in groups:
+            group.is_consumed = True
+        return learned
+
+    async def _take(self, state: TrainerState) -> None:
+        """Note where the trainer stands, and let every worker serve its version."""
+        self._next_update, self.progress.policy_version = state.next_update, state.policy_version
+        self.groups.consume(state.consumed)
+        await self.supervisor.apply(json.dumps(state.manifest))
+
+    def _estimate_budgets(self, played: Iterable[Trajectory]) -> None:
+        """Once, from what the cold-start policy plays first: an evaluation, else iteration 0."""
+        multipliers = [env.budget_multiplier for env in self.config.envs]
+        multipliers.append(self.config.intensity.budget_multiplier)
+        if self.groups.budgets is not None or not any(multipliers):
+            return
+        sampled = [t for t in played if has_reward(t.outcome) and t.header.temperature == 1.0]
+        self.groups.budgets = intensity.estimate(sampled)
+        replace_file(self._budgets_path, json.dumps(to_plain(self.groups.budgets)))
+
+    async def _evaluate(self, iteration: int) -> None:
+        """Play the held-out tasks with the present version, unless that was done before."""
+        path = self.config.run_folder / f"evaluation-{iteration:04d}.json"
+        if path.exists():
+            self.evaluations[iteration] = from_plain(list[Score], json.loads(path.read_text()))
+            return
+        groups = self.groups
+        planned = evaluation.plan(
+            self.config, groups.envs, f"{iteration:04d}", groups.digests, groups.capabilities
+        )
+        self._evaluated = {header.id: None for header in planned}
+        paused = await self.store.trajectories(TrajectoryState.PAUSED)
+        if any(t.id in self._evaluated for t in paused):
+            await self.store.requeue_paused()
+        await self.store.begin(planned)
+        self.progress.phase = "evaluation"
+        self.progress.num_finished, self.progress.num_target = 0, len(planned)
+        await self.supervisor.play()
+        while None in self._evaluated.values():
+            await self._take_changes(CHANGES_WAIT_S)
+        await self.supervisor.pause()
+        played = [t for t in self._evaluated.values() if t is not None]
+        found = evaluation.scores(played)
+        self.evaluations[iteration], self._evaluated = found, {}
+        self._estimate_budgets(played)
+        replace_file(path, json.dumps(to_plain(found, list[Score])))
+        self.metrics.write(iteration, evaluation.scalars(found))
 
     def _target(self) -> int:
         """Lambda of all that take part, or all there are when that is fewer."""
@@ -162,13 +263,19 @@ class Controller:
         self._cursor = changes.cursor
         finished = []
         for id, state in changes.items:
-            known = self.groups.trajectories.get(id)
-            if known and known.outcome:
+            is_finished = state is TrajectoryState.FINISHED
+            if id in self._evaluated:
+                if is_finished and self._evaluated[id] is None:
+                    finished.append(await self.store.get(id))
+                    self._evaluated[id] = finished[-1]
                 continue
-            if state is TrajectoryState.FINISHED:
+            known = self.groups.trajectories.get(id)
+            if known is None or known.outcome:
+                continue
+            if is_finished:
                 finished.append(await self.store.get(id))
                 self.groups.note(finished[-1])
-            elif known:
+            else:
                 self.groups.note(replace(known, state=state))
         self.progress.num_finished += len(finished)
         self.progress.num_scored += sum(has_reward(t.outcome) for t in finished)
@@ -176,7 +283,13 @@ class Controller:
         self.on_progress(self.progress)
         return finished
 
-    async def _report(self, finished: list[Trajectory], wall_s: float) -> None:
+    async def _report(
+        self,
+        finished: list[Trajectory],
+        rollout_s: float,
+        wall_s: float,
+        learned: dict[str, float],
+    ) -> None:
         outcomes = [t.outcome for t in finished if t.outcome]
         rewards = [outcome.reward for outcome in outcomes if outcome.reward is not None]
         faults = [outcome for outcome in outcomes if outcome.kind is OutcomeKind.INFRA_FAULT]
@@ -193,20 +306,28 @@ class Controller:
                 metrics.POLICY_TOKENS: _mean(t.num_policy_tokens for t in finished),
                 metrics.STEPS: _mean(max(len(t.steps) - 1, 0) for t in finished),
                 metrics.ITERATION_S: wall_s,
-                metrics.TRAJECTORIES_PER_S: len(finished) / max(wall_s, 1e-9),
+                metrics.ROLLOUT_S: rollout_s,
+                metrics.TRAJECTORIES_PER_S: len(finished) / max(rollout_s, 1e-9),
                 metrics.WORKER_RESTARTS: self.supervisor.num_restarts,
                 metrics.NUM_GROUPS: len(scored),
                 metrics.NUM_DROPPED_GROUPS: sum(map(self.groups.is_dropped, scored)),
                 metrics.NUM_INFORMATIVE_GROUPS: sum(map(self.groups.is_informative, scored)),
                 metrics.STORE_TOKENS: stats.num_tokens,
                 metrics.STORE_INDEX_REBUILDS: stats.num_index_rebuilds,
+                **_by_level(finished),
+                **learned,
             },
         )
 
     async def _recover(self) -> None:
         """Take over what an earlier run of the same name left, and fence its workers."""
         for trajectory in await self.store.trajectories():
-            self.groups.note(trajectory)
+            if trajectory.header.key.run_id == self.config.run.name:
+                self.groups.note(trajectory)
+        if self._budgets_path.exists():
+            self.groups.budgets = from_plain(
+                intensity.Budgets, json.loads(self._budgets_path.read_text())
+            )
         if self._path.exists() and self.groups.trajectories:
             self._load()
         for worker_id in self._saved.worker_ids:
@@ -218,6 +339,10 @@ class Controller:
     @property
     def _path(self) -> Path:
         return self.config.run_folder / "controller.json"
+
+    @property
+    def _budgets_path(self) -> Path:
+        return self.config.run_folder / "budgets.json"
 
     def _load(self) -> None:
         try:
@@ -246,6 +371,23 @@ class Controller:
             "worker_ids": self._saved.worker_ids,
         }
         replace_file(self._path, json.dumps(saved))
+
+
+def _by_level(finished: Iterable[Trajectory]) -> dict[str, float]:
+    """Success, reward and tokens of each level."""
+    levels: dict[str, list[Trajectory]] = {}
+    for trajectory in finished:
+        levels.setdefault(trajectory.header.key.level, []).append(trajectory)
+    found = {}
+    for level, played in levels.items():
+        outcomes = [t.outcome for t in played if t.outcome]
+        over = [o.cause is TruncationCause.BUDGET for o in outcomes]
+        rewards = [o.reward for o in outcomes if o.reward is not None]
+        found[f"{metrics.SUCCESS}/{level}"] = _mean(float(is_success(o)) for o in outcomes)
+        found[f"{metrics.REWARD}/{level}"] = _mean(rewards)
+        found[f"{metrics.POLICY_TOKENS}/{level}"] = _mean(t.num_policy_tokens for t in played)
+        found[f"{metrics.OVER_BUDGET}/{level}"] = _mean(map(float, over))
+    return found
 
 
 def _mean(values: Iterable[float]) -> float:

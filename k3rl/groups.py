@@ -7,17 +7,23 @@ starts again begins exactly what is missing. Group g plays the same task at ever
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import cast
 
+from k3rl.algorithms.intensity import Budgets
 from k3rl.config import Config
 from k3rl.envs.base import ToolEnv
+from k3rl.learner.protocol import Member
+from k3rl.sections import Level, value_at
 from k3rl.types import (
     Outcome,
+    Task,
     Trajectory,
     TrajectoryHeader,
     TrajectoryId,
     TrajectoryKey,
+    philox,
 )
 
 MIN_GROUP = 2
@@ -39,7 +45,11 @@ class Group:
     """The K trajectories of one task at one level; the latest attempt of each sample counts."""
 
     members: dict[int, TrajectoryId] = field(default_factory=dict)
+    budget: int | None = None
+    """Of every member, whenever it is begun."""
     is_scored: bool = False
+    is_consumed: bool = False
+    """An update was trained on it, or nothing in it could be."""
 
 
 class Groups:
@@ -55,6 +65,8 @@ class Groups:
         """`digests` and `capabilities` (what the sandboxes enforce) go on every header."""
         self.config, self.envs = config, envs
         self.digests, self.capabilities = digests, capabilities
+        self.budgets: Budgets | None = None
+        """What problems need of the cold-start policy; None until that is known."""
         self.trajectories: dict[TrajectoryId, Trajectory] = {}
         self._groups: dict[tuple[str, int], Group] = defaultdict(Group)
         self._mix: list[str] = []
@@ -64,7 +76,8 @@ class Groups:
         """Take over what the store says of a trajectory."""
         key = trajectory.header.key
         self.trajectories[trajectory.id] = trajectory
-        members = self._groups[key.level, key.group_index].members
+        group = self._groups[key.level, key.group_index]
+        group.budget, members = trajectory.header.budget, group.members
         known = members.get(key.sample_index)
         if known is None or self.trajectories[known].header.key.attempt <= key.attempt:
             members[key.sample_index] = trajectory.id
@@ -118,6 +131,31 @@ class Groups:
         """Groups whose K are complete."""
         return [group for group in self._groups.values() if group.is_scored]
 
+    def ready(self) -> list[Group]:
+        """Scored groups that no update was trained on yet."""
+        return [g for g in self._groups.values() if g.is_scored and not g.is_consumed]
+
+    def consume(self, ids: Iterable[TrajectoryId]) -> None:
+        """Take over that updates were trained on these trajectories."""
+        for id in ids:
+            if id in self.trajectories:
+                key = self.trajectories[id].header.key
+                self._groups[key.level, key.group_index].is_consumed = True
+
+    def valid(self, group: Group) -> list[Trajectory]:
+        """The members whose reward counts, in the order of their samples."""
+        members = [self.trajectories[id] for _, id in sorted(group.members.items())]
+        return [member for member in members if has_reward(member.outcome)]
+
+    def members(self, group: Group) -> tuple[Member, ...]:
+        """What an update trains on: the valid members with their rewards."""
+        valid = self.valid(group)
+        rewards = [t.outcome.reward for t in valid if t.outcome and t.outcome.reward is not None]
+        if self.config.objective.permute_rewards:
+            rng = philox(self.config.seed, "permute", valid[0].id)
+            rewards = [rewards[int(i)] for i in rng.permutation(len(rewards))]
+        return tuple(Member(t.id, reward) for t, reward in zip(valid, rewards, strict=True))
+
     def is_dropped(self, group: Group) -> bool:
         """Whether too few of its members are valid, also after they were run again."""
         ends = [self.trajectories[id].outcome for id in group.members.values()]
@@ -140,7 +178,8 @@ class Groups:
         env = self.envs[self._env_of(group)]
         task = env.task(self.config.rollout.split, self.config.curriculum.first_task + group)
         key = TrajectoryKey(self.config.run.name, task.key, level, group, sample, attempt)
-        budget = self.config.intensity.budget_tokens.get(level)  # type: ignore[call-overload]
+        known = self._groups[level, group]
+        budget = known.budget if known.members else self._budget(level, task, iteration)
         own = {"env": env.spec.digest, "sandbox": env.sandbox_spec.digest}
         return TrajectoryHeader(
             key,
@@ -150,6 +189,16 @@ class Groups:
             capabilities=self.capabilities,
             iteration=iteration,
         )
+
+    def _budget(self, level: str, task: Task, iteration: int) -> int | None:
+        settings = self.config.intensity
+        own = next(env.budget_multiplier for env in self.config.envs if env.id == task.env_id)
+        multiplier = (settings.budget_multiplier | own).get(cast(Level, level))
+        if multiplier is None:
+            return settings.budget_tokens.get(cast(Level, level))
+        if self.budgets is None:
+            return None
+        return self.budgets.budget(task, value_at(multiplier, iteration))
 
     def _env_of(self, group: int) -> str:
         """Each group goes to the environment furthest behind its share, so any prefix is mixed."""

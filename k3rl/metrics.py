@@ -1,6 +1,7 @@
 """Metric names and where they go: one JSON line per step, and TensorBoard event files.
 
-Names are `area/name_unit` constants, so that a chart and the code that feeds it cannot drift apart.
+Names are `area/name_unit` constants, so that a chart and the code that feeds it cannot drift apart;
+some get `/level` or `/environment/level/law` behind them.
 """
 
 from __future__ import annotations
@@ -18,11 +19,33 @@ NUM_INFRA_FAULTS = "rollout/num_infra_faults"
 POLICY_TOKENS = "rollout/policy_tokens_mean"
 STEPS = "rollout/steps_mean"
 TRAJECTORIES_PER_S = "rollout/trajectories_per_s"
+OVER_BUDGET = "rollout/over_budget_fraction"
+ROLLOUT_S = "rollout/rollout_s"
 ITERATION_S = "rollout/iteration_s"
 WORKER_RESTARTS = "rollout/num_worker_restarts"
 NUM_GROUPS = "group/num_complete"
 NUM_DROPPED_GROUPS = "group/num_dropped"
 NUM_INFORMATIVE_GROUPS = "group/num_informative"
+SFT_LOSS = "sft/loss"
+SFT_PROBE_LOSS = "sft/probe_loss"
+SFT_GRADIENT_NORM = "sft/gradient_norm"
+SFT_TOKENS_PER_S = "sft/tokens_per_s"
+EVAL_SUCCESS = "eval/success_fraction"
+EVAL_TOKENS = "eval/policy_tokens_mean"
+LEARNER = "learner/"
+"""Before what the learner's parts report: `log_ratio_mean`, `entropy_mean`, `gradient_norm`, ..."""
+LOSS = "learner/loss"
+LEARNER_TOKENS = "learner/num_tokens"
+LEARNER_POLICY_TOKENS = "learner/num_policy_tokens"
+NUM_STALE_TOKENS = "learner/num_stale_tokens"
+NUM_UNINFORMATIVE_GROUPS = "learner/num_uninformative_groups"
+LEARNER_TOKENS_PER_S = "learner/tokens_per_s"
+UPDATE_S = "learner/update_s"
+STEP_S = "learner/optim_step_s"
+AGREEMENT_MAX = "learner/agreement_max"
+AGREEMENT_K3 = "learner/agreement_k3_mean"
+AGREEMENT_TOKENS = "learner/agreement_num_tokens"
+AGREEMENT_PINNED = "learner/agreement_num_pinned_sites"
 STORE_TOKENS = "store/num_tokens"
 STORE_INDEX_REBUILDS = "store/num_index_rebuilds"
 

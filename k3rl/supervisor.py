@@ -42,6 +42,10 @@ class WorkerHandle(Protocol):
         """Claim again."""
         ...
 
+    async def apply(self, manifest: str) -> None:
+        """Serve this published policy version (JSON) from the next token on."""
+        ...
+
     async def stop(self) -> None:
         """Give everything back and end `run`."""
         ...
@@ -66,6 +70,7 @@ class Supervisor:
         self.num_restarts = 0
         self._on_start = on_start
         self._wanted: Verb = "pause"
+        self._manifest: str | None = None
         self._ids: dict[str, str] = {}
         self._locks = {worker.name: asyncio.Lock() for worker in workers}
         self._tasks: list[asyncio.Task[None]] = []
@@ -76,15 +81,20 @@ class Supervisor:
 
     async def play(self) -> None:
         """Let all of them claim and play."""
-        await self._tell_all("resume")
+        await self._want("resume")
 
     async def pause(self) -> None:
         """Returns when nobody holds a trajectory."""
-        await self._tell_all("pause")
+        await self._want("pause")
+
+    async def apply(self, manifest: str) -> None:
+        """Returns when all of them serve this policy version; later ones start with it."""
+        self._manifest = manifest
+        await self._tell_all("apply", manifest)
 
     async def stop(self) -> None:
         """Returns when all have ended."""
-        await self._tell_all("stop")
+        await self._want("stop")
         await asyncio.gather(*self._tasks)
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
@@ -112,6 +122,8 @@ class Supervisor:
             self._ids[worker.name] = worker_id
             self._on_start(worker_id)
             async with self._locks[worker.name]:
+                if self._manifest is not None:
+                    await self._say(worker, "apply", self._manifest)
                 await self._say(worker, self._wanted)
             try:
                 return await worker.run(worker_id)
@@ -134,18 +146,20 @@ class Supervisor:
                 )
             await worker.revive()
 
-    async def _tell_all(self, verb: Verb) -> None:
+    async def _want(self, verb: Verb) -> None:
         self._wanted = verb
+        await self._tell_all(verb)
 
+    async def _tell_all(self, verb: str, *arguments: str) -> None:
         async def tell(worker: WorkerHandle) -> None:
             async with self._locks[worker.name]:
-                await self._say(worker, verb)
+                await self._say(worker, verb, *arguments)
 
         await asyncio.gather(*(tell(worker) for worker in self.workers))
 
-    async def _say(self, worker: WorkerHandle, verb: Verb) -> None:
+    async def _say(self, worker: WorkerHandle, verb: str, *arguments: str) -> None:
         try:
-            await getattr(worker, verb)()
+            await getattr(worker, verb)(*arguments)
         except WorkerLost:
             # Whoever paused or stopped it may rely on nothing being held any more.
             await self.store.reap(self._ids[worker.name])

@@ -359,6 +359,8 @@ class TrajectoryHeader:
     capabilities: tuple[str, ...] = ()
     """What the run's sandboxes enforce, probed where it was started; workers refuse to run less."""
     iteration: int = 0
+    temperature: float = 1.0
+    """Of the law to sample from: 1 is the law that is trained, 0 takes the most likely token."""
 
     @property
     def id(self) -> TrajectoryId:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,13 +10,16 @@ import ray
 
 from k3rl import actors, errors
 from k3rl import config as configs
-from k3rl.learner.protocol import Denominators, Learner
+from k3rl.blobs import BlobStore
+from k3rl.learner.protocol import Trainer, UpdatePlan
 from k3rl.store.protocol import TrajectoryStore
 from k3rl.store.redis_server import EmbeddedServer
 from k3rl.supervisor import WorkerLost
-from tests.learner.test_learner_contract import DENOMINATORS, batch
+from k3rl.weights.blob import fetch
 from tests.store.store_builders import service
 from tests.store.store_contract import CASES
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +102,10 @@ def cluster():
     ray.shutdown()
 
 
-def config_in(folder, valkey):
+def config_in(folder, valkey, *more):
     (folder / "c.yaml").write_text("envs: [{id: k3rl/PythonMath-v0}]\n")
     overrides = [f"run.folder={folder}", f"run.name={folder.name}", f"store.redis={valkey}"]
-    return configs.load(folder / "c.yaml", overrides)
+    return configs.load(folder / "c.yaml", [*overrides, *more])
 
 
 @pytest.mark.ray
@@ -118,18 +122,27 @@ def test_the_store_contract_holds_through_ray(case, tmp_path, valkey, cluster):
 
 
 @pytest.mark.ray
-def test_the_learner_slot_is_an_actor_that_says_it_trains_nothing(tmp_path, valkey, cluster):
+def test_a_trainer_in_an_actor_publishes_its_first_weights_and_refuses_out_of_order_updates(
+    tmp_path, valkey, cluster
+):
     async def go():
-        handle = actors.start_learner(config_in(tmp_path, valkey))
-        learner = await actors.learner_proxy(handle)
-        assert isinstance(learner, Learner)
-        assert (learner.trains, learner.policy_version) == (False, 0)
-        stats = await learner.forward_backward(batch(), DENOMINATORS)
-        assert stats.num_policy_tokens == 4
-        with pytest.raises(errors.UserInputError, match="denominators"):
-            await learner.forward_backward(batch(), Denominators(1, 1))
-        with pytest.raises(errors.ConfigError, match="algorithm: none"):
-            await learner.save(tmp_path)
+        config = config_in(
+            tmp_path,
+            valkey,
+            "algorithm=k2_5",
+            "engine.kind=native",
+            f"policy.model={ROOT / 'configs/model/k3_nano.yaml'}",
+        )
+        store = actors.start_store(config)
+        trainer = actors.trainer_proxy(actors.start_learner(config, store))
+        assert isinstance(trainer, Trainer)
+        state = await trainer.start()
+        assert (state.next_update, state.policy_version, state.consumed) == (0, 0, ())
+        assert fetch(BlobStore(config.run_folder / "store" / "blobs"), state.manifest)
+        assert await trainer.start() == state
+        with pytest.raises(errors.UserInputError, match="update"):
+            await trainer.update(UpdatePlan(7, ()))
+        await actors.store_proxy(store).aclose()
 
     asyncio.run(go())
 

@@ -6,8 +6,9 @@ import pytest
 import yaml
 
 from k3rl import config as configs
-from k3rl.config import Config, Schedule, value_at
+from k3rl.config import Config
 from k3rl.errors import ConfigError
+from k3rl.sections import Schedule, value_at
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -35,7 +36,7 @@ def test_root_has_the_sections_of_the_design():
     assert set(Config.model_fields) == {
         "run", "seed", "policy", "engine", "rollout", "envs", "harness", "sandbox", "store",
         "algorithm", "objective", "intensity", "learner", "optimiser", "curriculum", "weights",
-        "cluster", "view", "metrics",
+        "cluster", "view", "metrics", "evaluation", "sft",
     }  # fmt: skip
 
 
@@ -54,7 +55,7 @@ def test_root_has_the_sections_of_the_design():
             "objective: {log_ratio_sq_coef: {start: 1, end: 2, stepz: 3}}",
             "nearest valid key: objective.log_ratio_sq_coef.steps",
         ),
-        ("algorithm: grpo", "algorithm: Input should be 'none', got 'grpo'"),
+        ("algorithm: grpo", "algorithm: Input should be 'none' or 'k2_5', got 'grpo'"),
         ("run: {name: ../up}", "run.name: String should match pattern"),
     ],
 )  # fmt: skip

@@ -13,7 +13,6 @@ from k3rl import metrics
 from k3rl.cluster import LocalWorker
 from k3rl.controller import Controller
 from k3rl.errors import EngineError, StoreError
-from k3rl.learner.idle import IdleLearner
 from k3rl.rollout.worker import make_env
 from k3rl.store.audit import compare_ledger
 from k3rl.store.host import StoreHost
@@ -105,7 +104,7 @@ async def open_store(config):
 def controller(config, store, workers=None, **options) -> Controller:
     workers = workers or [LocalWorker(config, store)]
     return Controller(
-        config, store, workers, IdleLearner(), lambda id: make_env(config, id), **options
+        config, store, workers, None, lambda id: make_env(config, id), **options
     )
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
 
-from k3rl.cli import doctor, envs, replay, train, traj
+from k3rl.cli import doctor, envs, evaluate, replay, sft, smoke, train, traj
 from k3rl.errors import K3rlError
 
 app = typer.Typer(
@@ -16,6 +17,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("train")(train.train)
+app.command("sft")(sft.sft)
+app.command("smoke")(smoke.smoke)
+app.command("eval")(evaluate.evaluate)
 app.command("replay")(replay.replay)
 app.command("doctor")(doctor.doctor)
 app.add_typer(traj.app, name="traj")
@@ -24,6 +28,9 @@ app.add_typer(envs.app, name="envs")
 
 def main() -> None:
     """Run the command line."""
+    # Read when torch is loaded. Threads that wait for each other spinning cost five times the work
+    # on a machine whose cores are all in use.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         app()
     except K3rlError as error:

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from k3rl import config as configs
-from k3rl.blobs import replace_file
+from k3rl.cli.launching import check_envs, claim_folder, run
 from k3rl.cli.tables import plain_table
 from k3rl.config import Config
-from k3rl.controller import Controller, Summary
-from k3rl.controller import Progress as RunProgress
-from k3rl.errors import ConfigError
+from k3rl.controller import Summary
+from k3rl.evaluation import Score
 from k3rl.groups import is_success
-from k3rl.types import OutcomeKind, Trajectory, TrajectoryState, digest_json
+from k3rl.types import OutcomeKind, Trajectory, TrajectoryState
 
 FAULTS = (OutcomeKind.INFRA_FAULT, OutcomeKind.GRADER_FAULT)
 
@@ -34,7 +31,7 @@ def train(
         bool, typer.Option("--dry-run", help="Print the resolved config and stop.")
     ] = False,
 ) -> None:
-    """Play the config's environments into its store (algorithm: none trains nothing)."""
+    """Play the config's environments into its store and train on what was played."""
     settings = configs.load(config, overrides or [])
     if dry_run:
         typer.echo(settings.to_yaml(), nl=False)
@@ -46,99 +43,23 @@ def train(
     report(settings, summary, console)
 
 
-def check_envs(settings: Config) -> None:
-    """Fail before anything starts when an environment or a script does not exist."""
-    from k3rl.envs import registry
-
-    for env in settings.envs:
-        registry.make(env.id, **env.kwargs)
-        for policy in settings.engine.policies:
-            registry.policy(env.id, policy)
-
-
-def claim_folder(settings: Config) -> None:
-    """Make the run folder, or check that the run in it is this one, and write the config."""
-    path = settings.run_folder / "config.yaml"
-    if path.exists():
-        earlier = configs.load(path)
-        if earlier.identity != settings.identity:
-            raise ConfigError(
-                f"{path}: another run has this name; change run.name, or take its config"
-            )
-    try:
-        settings.run_folder.mkdir(parents=True, exist_ok=True)
-        replace_file(path, settings.to_yaml())
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot write: {error.strerror}") from None
-
-
-def run(settings: Config, console: Console) -> Summary:
-    """Launch the parts and the controller, with a progress bar on `console`."""
-    from k3rl.cluster import launch
-    from k3rl.rollout.worker import make_backend, make_env, make_renderer
-
-    async def go() -> Summary:
-        backend = make_backend(settings)
-        enforced = await backend.capabilities()
-        await backend.aclose()
-        digests = {
-            "tokenizer": make_renderer(settings).digest,
-            "harness": digest_json(settings.harness.model_dump()),
-        }
-        async with launch(settings) as parts:
-            controller = Controller(
-                settings,
-                parts.store,
-                parts.workers,
-                parts.learner,
-                lambda env_id: make_env(settings, env_id),
-                digests=digests,
-                capabilities=tuple(sorted(enforced)),
-                on_progress=update,
-            )
-            return await controller.run()
-
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("success {task.fields[success]:.2f}"),
-        TimeElapsedColumn(),
-        console=console,
-    ) as bar:
-        task = bar.add_task("starting", total=None, success=0.0)
-
-        def update(now: RunProgress) -> None:
-            bar.update(
-                task,
-                description=f"iteration {now.iteration + 1}/{now.num_iterations}",
-                total=now.num_target or None,
-                completed=min(now.num_finished, now.num_target),
-                success=now.num_success / max(now.num_scored, 1),
-            )
-
-        try:
-            return asyncio.run(go())
-        except KeyboardInterrupt:
-            typer.echo("interrupted: the same command carries the run on", err=True)
-            raise typer.Exit(130) from None
-
-
 def report(settings: Config, summary: Summary, console: Console) -> None:
     """Print what was played, per environment, script and level."""
     title = f"{settings.run_folder}: {summary.num_iterations} iterations"
     numbers = ["played", "solved", "reward", "tokens", "turns"]
     table = plain_table(title, ["environment", "level", "policy"], numbers)
     rows: dict[tuple[str, str, str], list[Trajectory]] = defaultdict(list)
+    is_scripted = settings.engine.kind == "scripted"
     for trajectory in summary.trajectories:
         if trajectory.outcome is not None:
             key = trajectory.header.key
-            policies = settings.engine.policies
-            policy = policies[key.sample_index % len(policies)]
+            scripts = settings.engine.policies
+            policy = scripts[key.sample_index % len(scripts)] if is_scripted else "K3"
             rows[trajectory.header.task.env_id, key.level, policy].append(trajectory)
     for names, played in sorted(rows.items()):
         table.add_row(*names, *_cells(played))
-    console.print(table)
+    if rows:
+        console.print(table)
     unfinished = [t for t in summary.trajectories if t.outcome is None]
     paused = sum(t.state is TrajectoryState.PAUSED for t in unfinished)
     stats = summary.stats
@@ -150,8 +71,30 @@ def report(settings: Config, summary: Summary, console: Console) -> None:
         f" {summary.num_restarts} worker restarts, {stats.num_index_rebuilds} index rebuilds,"
         f" {summary.wall_s:.1f} s"
     )
-    if not summary.trains:
+    report_scores(summary.evaluations, console)
+    if settings.algorithm == "none":
         console.print("algorithm: none - trajectories were played and stored, nothing was trained")
+
+
+def report_scores(evaluations: Mapping[int, Sequence[Score]], console: Console) -> None:
+    """Print evaluations, one row per environment, level and law."""
+    for iteration, found in sorted(evaluations.items()):
+        title = f"evaluation before iteration {iteration} (95 % interval)"
+        k = max((score.k for score in found), default=1)
+        numbers = ["tasks", "success", "interval", f"pass@{k}", "tokens"]
+        table = plain_table(title, ["environment", "level", "T"], numbers)
+        for score in found:
+            table.add_row(
+                score.env_id,
+                score.level,
+                f"{score.temperature:g}",
+                str(score.num_tasks),
+                f"{score.success:.3f}",
+                f"{score.low:.3f}-{score.high:.3f}",
+                f"{score.pass_at_k:.3f}",
+                f"{score.num_tokens:.1f}",
+            )
+        console.print(table)
 
 
 def _cells(played: list[Trajectory]) -> list[str]:
