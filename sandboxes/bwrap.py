@@ -88,8 +88,9 @@ class BwrapBackend(LocalBackend):
             *(word for item in environment.items() for word in ("--setenv", *item)),
         ]
         argv = limited(box.spec.limits, request.argv, has_process_limit=True)
-        launch = Launch(argv, {}, self.bwrap, identity=self.scratch.identity)
-        child = BwrapChild(launch, options, request.stdin, self.scratch.launch_lock)
+        launch = Launch(argv, {}, identity=self.scratch.identity)
+        lock = self.scratch.launch_lock
+        child = BwrapChild(self.bwrap, launch, options, request.stdin, lock)
         await child.start()
         return child
 

@@ -12,6 +12,7 @@ from k3rl.errors import CapabilityMissing, K3rlError, UserInputError
 from k3rl.sandboxes.base import Capability, SandboxBackend
 from k3rl.sandboxes.bwrap import BwrapBackend, bwrap_version, find_bwrap, find_inside
 from k3rl.sandboxes.process import ProcessBackend
+from k3rl.sandboxes.scratch import SETPRIV, Scratch, switch_user
 
 Finding = tuple[str, bool, str]
 """(what was checked, whether it is well, one line of detail)"""
@@ -74,7 +75,13 @@ async def _diagnose_sandboxes() -> list[Finding]:
     missing = sorted(set(Capability) - found)
     enforced = f"cannot enforce {', '.join(missing)}" if missing else "all capabilities enforced"
     return [
-        ("user namespaces", True, "a sandbox runs"),
+        ("user namespaces", True, f"a sandbox runs{_pace(backend.scratch)}"),
         ("overlay", has_overlay, overlay),
         ("enforcement", not missing, enforced),
     ]
+
+
+def _pace(scratch: Scratch) -> str:
+    if scratch.identity is None or switch_user(scratch.identity):
+        return ""
+    return f", but starts slowly: {SETPRIV} (util-linux) is missing"

@@ -15,7 +15,7 @@ import signal
 import subprocess
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +23,7 @@ from k3rl.errors import SandboxError
 from k3rl.sandboxes.base import ExecEvent, ExecExit, OutputChunk, SandboxLimits, Stream
 from k3rl.sandboxes.orphans import (
     DEATH_WAIT_S,
+    FORGET_OWNER,
     PRLIMIT,
     bwrap_argv,
     children,
@@ -31,6 +32,7 @@ from k3rl.sandboxes.orphans import (
     is_gone,
     launching,
 )
+from k3rl.sandboxes.scratch import switch_user
 from k3rl.sandboxes.trees import Identity, write_all
 
 CHUNK_BYTES = 64 * 1024
@@ -164,9 +166,8 @@ class Launch:
     """How to start a child process."""
 
     argv: Sequence[str]
+    """The first word is the program: a path, or a name on our own PATH."""
     environment: Mapping[str, str]
-    executable: Path | None = None
-    """When it is not argv[0]."""
     folder: Path | None = None
     identity: Identity | None = None
 
@@ -181,13 +182,14 @@ class Pipes:
         source = memory_file(stdin)
         self._open = [self.stdout, self.stderr]
         who = launch.identity
+        as_user = switch_user(who)
+        forked_as = None if as_user else who
         try:
             for handle in (out, err, source):
                 if who is not None:
                     os.fchown(handle, who.uid, who.gid)  # so that /dev/stdout can be opened
             self.process = subprocess.Popen(
-                launch.argv,
-                executable=launch.executable,
+                [*as_user, *launch.argv],
                 cwd=launch.folder,
                 env=launch.environment,
                 stdin=source,
@@ -196,13 +198,13 @@ class Pipes:
                 pass_fds=pass_fds,
                 umask=0o022,
                 start_new_session=True,
-                user=None if who is None else who.uid,
-                group=None if who is None else who.gid,
-                extra_groups=None if who is None else [],
+                user=None if forked_as is None else forked_as.uid,
+                group=None if forked_as is None else forked_as.gid,
+                extra_groups=None if forked_as is None else [],
             )
         except (OSError, subprocess.SubprocessError) as error:
             self.close_pipes()
-            raise SandboxError(f"{launch.executable or launch.argv[0]}: {error}") from error
+            raise SandboxError(f"{launch.argv[0]}: {error}") from error
         finally:
             for handle in (out, err, source):
                 os.close(handle)
@@ -262,23 +264,25 @@ class BwrapChild(Pipes):
     failed, whatever the command printed.
     """
 
-    def __init__(self, launch: Launch, options: Sequence[str], stdin: bytes, lock: Path) -> None:
+    def __init__(
+        self, bwrap: Path, launch: Launch, options: Sequence[str], stdin: bytes, lock: Path
+    ) -> None:
         """Starts bubblewrap with `options`, which travel in a memory file, and holds it back.
 
-        `lock`: the owner's launch lock, an empty file.
+        `launch` is the command under it, `lock` the owner's launch lock, an empty file.
         """
         self.status, status = os.pipe()
         reader, self.release = os.pipe()
         # Open for writing too: else our death, as the end of file, would let the command run.
         block = os.open(f"/proc/self/fd/{reader}", os.O_RDWR)
-        arguments = memory_file(b"".join(os.fsencode(word) + b"\0" for word in options))
+        words = (*FORGET_OWNER, *options)
+        arguments = memory_file(b"".join(os.fsencode(word) + b"\0" for word in words))
         self._reports = b""
         try:
             with launching(lock) as held:
                 fds = (held, arguments, status, block)
-                argv = bwrap_argv(fds, launch.argv)
-                started = Launch(argv, {}, launch.executable, launch.folder, launch.identity)
-                super().__init__(started, stdin, fds)
+                argv = bwrap_argv(bwrap, fds, launch.argv)
+                super().__init__(replace(launch, argv=argv), stdin, fds)
         except BaseException as error:
             os.close(self.status)
             os.close(self.release)

@@ -92,6 +92,8 @@ class LocalBackend(ABC):
         self._boxes: dict[SandboxId, Box] = {}
         self._layers: dict[Digest, Layer] = {}
         self._capabilities: frozenset[Capability] | None = None
+        self._programs: set[str] = set()
+        """Those that were found on the sandboxes' PATH."""
         self._probing = asyncio.Lock()
         self._is_closed = False
 
@@ -182,7 +184,9 @@ class LocalBackend(ABC):
         """Durable when it returns. Nothing changed since the last one: the same snapshot."""
         box = self._box(sandbox_id)
         async with box.lock:
-            self._alive(box)
+            workspace = self._alive(box)
+            if box.num_durable == len(workspace.stack.layers) and workspace.is_untouched():
+                return _note(box, session, 0)
             return await in_thread(self._snapshot, box, session)
 
     async def restore(self, spec: SandboxSpec, snapshot: Snapshot) -> SandboxId:
@@ -233,7 +237,9 @@ class LocalBackend(ABC):
         missing = sorted(set(spec.required) - await self.capabilities())
         if missing:
             raise CapabilityMissing(f"backend {self.name} cannot enforce {', '.join(missing)} here")
-        absent = [program for program in spec.executables if not self._finds(program)]
+        unknown = set(spec.executables) - self._programs
+        self._programs |= {program for program in unknown if self._finds(program)}
+        absent = [program for program in spec.executables if program not in self._programs]
         if absent:
             names = ", ".join(absent)
             raise CapabilityMissing(f"not on the PATH of backend {self.name}'s sandboxes: {names}")
@@ -289,22 +295,7 @@ class LocalBackend(ABC):
         return num_bytes
 
     def _snapshot(self, box: Box, session: JsonObject) -> Snapshot:
-        num_bytes = self._settle(box)
-        last = box.last
-        if last is not None and not box.fresh and session == last.session:
-            return last
-        parent = last.snapshot_id if last else None
-        stack = box.workspace.stack
-        box.last = Snapshot(
-            snapshot_id=digest_json([parent, box.fresh, session]),
-            parent=parent,
-            layers=tuple(layer.id for layer in stack.layers),
-            session=session,
-            tree_digest=tree_digest(stack.tree),
-            num_bytes=num_bytes,
-        )
-        box.fresh = ()
-        return box.last
+        return _note(box, session, self._settle(box))
 
     def _restore(self, spec: SandboxSpec, snapshot: Snapshot) -> Box:
         stack = Stack()
@@ -340,6 +331,25 @@ class LocalBackend(ABC):
             twin.num_durable, twin.fresh, twin.last = box.num_durable, box.fresh, box.last
             twins.append(twin)
         return twins
+
+
+def _note(box: Box, session: JsonObject, num_bytes: int) -> Snapshot:
+    """The snapshot of a box whose whole tree is durable; the last one when nothing is new."""
+    last, stack = box.last, box.workspace.stack
+    is_same_tree = last is not None and not box.fresh
+    if last is not None and is_same_tree and session == last.session:
+        return last
+    parent = last.snapshot_id if last else None
+    box.last = Snapshot(
+        snapshot_id=digest_json([parent, box.fresh, session]),
+        parent=parent,
+        layers=tuple(layer.id for layer in stack.layers),
+        session=session,
+        tree_digest=last.tree_digest if last and is_same_tree else tree_digest(stack.tree),
+        num_bytes=num_bytes,
+    )
+    box.fresh = ()
+    return box.last
 
 
 def _in_workspace(path: str, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

@@ -23,10 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PRLIMIT = "/usr/bin/prlimit"
+OWNER = "K3RL_SANDBOX_OWNER"
+"""A variable that names the owner on bubblewrap's command line; no command gets to see it."""
+FORGET_OWNER = ("--unsetenv", OWNER)
 SHAPE = re.compile(
-    rb"bwrap-(\d+)\0--args\0\d+\0--args\0\d+\0--json-status-fd\0\d+\0--block-fd\0\d+\0--\0"
-    + re.escape(PRLIMIT.encode())
-    + rb"\0"
+    rb"[^\0]+\0--setenv\0" + OWNER.encode() + rb"\0(\d+)\0--args\0\d+\0--args\0\d+\0"
+    rb"--json-status-fd\0\d+\0--block-fd\0\d+\0--\0" + re.escape(PRLIMIT.encode()) + rb"\0"
 )
 """What `bwrap_argv` makes, as /proc/<pid>/cmdline shows it."""
 FIELD = re.compile(r"^(State|PPid|Uid|NSpid):\t(.*)$", re.MULTILINE)
@@ -37,14 +39,15 @@ LAUNCH_WAIT_S = 2.0
 POLL_S = 0.0005
 
 
-def bwrap_argv(fds: Sequence[int], command: Sequence[str]) -> list[str]:
+def bwrap_argv(bwrap: Path, fds: Sequence[int], command: Sequence[str]) -> list[str]:
     """The command line of bubblewrap; `fds`: launch lock, options, status pipe, block pipe.
 
-    It names the owner, so that a process whose parent is another one is known to be left over.
+    It names the owner, so that a process whose parent is another one is known to be left over. The
+    first words of the options must be `FORGET_OWNER`.
     """
     lock, options, status, block = map(str, fds)
     flags = ["--args", lock, "--args", options, "--json-status-fd", status, "--block-fd", block]
-    return [f"bwrap-{os.getpid()}", *flags, "--", *command]
+    return [str(bwrap), "--setenv", OWNER, str(os.getpid()), *flags, "--", *command]
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,13 @@ class Workspace(Protocol):
         """What changed since the last seal; None when nothing did."""
         ...
 
+    def is_untouched(self) -> bool:
+        """Whether nothing changed since the last seal, if that can be seen without reading.
+
+        The one call that is quick enough for an event loop. False says nothing.
+        """
+        ...
+
     def seal(self, layer: Layer) -> None:
         """Put `layer`, just returned by `change`, on the stack."""
         ...
@@ -237,6 +244,12 @@ class OverlayWorkspace:
             return None
         return Layer.of(entries, inline)
 
+    def is_untouched(self) -> bool:
+        """Whether the upper folder is as it was made."""
+        with suppress(OSError):
+            return not os.listdir(self.upper) and self.change() is None
+        return False
+
     def seal(self, layer: Layer) -> None:
         """Turn the upper folder into the topmost lower one."""
         self._push(layer, self.cache.adopt(layer, self.upper))
@@ -337,6 +350,10 @@ class PlainWorkspace:
         if _only_touched(entries, self.stack.tree):
             return None
         return Layer.of(entries, inline)
+
+    def is_untouched(self) -> bool:
+        """Never known without reading."""
+        return False
 
     def seal(self, layer: Layer) -> None:
         """Remember the change as a layer."""
