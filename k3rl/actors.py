@@ -33,6 +33,9 @@ from k3rl.types import decode, encode
 
 OK, FAILED = b"\0", b"\1"
 Send = Callable[[str, list[bytes]], Awaitable[bytes]]
+Call = tuple[str, list[bytes]]
+WRITES = ("append", "commit_step", "pause", "finish")
+"""Calls of the store that are answered within a sync of its journal."""
 START_WAIT_S = 60.0
 """How long an actor may wait for its resources."""
 LOST = (ActorDiedError, ActorUnavailableError, WorkerCrashedError)
@@ -56,16 +59,19 @@ def result(reply: bytes) -> bytes:
 
 
 @cache
-def _signature(contract: type, method: str) -> tuple[list[str], dict[str, Any]]:
+def _signature(contract: type, method: str) -> tuple[inspect.Signature, dict[str, Any]]:
+    """Signature without `self`, and types, of a method."""
     function = getattr(contract, method)
-    names = list(inspect.signature(function).parameters)[1:]
-    return names, get_type_hints(function)
+    signature = inspect.signature(function)
+    parameters = list(signature.parameters.values())[1:]
+    return signature.replace(parameters=parameters), get_type_hints(function)
 
 
 async def serve(contract: type, target: Any, method: str, arguments: list[bytes]) -> bytes:
     """Carry out one call of `contract` on `target`."""
-    names, hints = _signature(contract, method)
-    values = [decode(hints[name], data) for name, data in zip(names, arguments, strict=True)]
+    signature, hints = _signature(contract, method)
+    pairs = zip(signature.parameters, arguments, strict=True)
+    values = [decode(hints[name], data) for name, data in pairs]
     value = await getattr(target, method)(*values)
     return encode(value, hints["return"])
 
@@ -81,13 +87,12 @@ class Proxy:
         """An async method with the contract's signature."""
         if method.startswith("_") or not hasattr(self._contract, method):
             raise AttributeError(method)
-        names, hints = _signature(self._contract, method)
-        signature = inspect.signature(getattr(self._contract, method))
+        signature, hints = _signature(self._contract, method)
 
         async def call(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(self, *args, **kwargs)
+            bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            data = [encode(bound.arguments[name], hints[name]) for name in names]
+            data = [encode(value, hints[name]) for name, value in bound.arguments.items()]
             return decode(hints["return"], result(await self._send(method, data)))
 
         return call
@@ -101,6 +106,10 @@ class StoreActor:
         self._host = StoreHost(configs.from_json(json.loads(config)))
         self._opening = asyncio.Lock()
         self._is_closed = False
+
+    async def call_all(self, calls: list[tuple[str, list[bytes]]]) -> list[bytes]:
+        """Several calls at once; a reply frame for each. Effects keep the order of the calls."""
+        return await asyncio.gather(*(self.call(*one) for one in calls))
 
     async def call(self, method: str, arguments: list[bytes]) -> bytes:
         """One call of the TrajectoryStore contract."""
@@ -164,10 +173,57 @@ class LearnerActor:
         return await answer(work)
 
 
+class Together:
+    """Sends calls that meet as one message: what comes while one is under way goes with the next.
+
+    A message costs both sides a millisecond or two of Ray's own work, far more than a write of the
+    store, and the replies of writes come together anyway, with one sync of the journal.
+    """
+
+    def __init__(self, send_all: Callable[[list[Call]], Awaitable[list[bytes]]]) -> None:
+        """`send_all` returns a reply frame for each call."""
+        self._send_all = send_all
+        self._pending: list[tuple[Call, asyncio.Future[bytes]]] = []
+        self._sender: asyncio.Task[None] | None = None
+
+    async def send(self, method: str, arguments: list[bytes]) -> bytes:
+        """The reply frame of one call. A caller that goes away does not take its call back."""
+        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._pending.append(((method, arguments), future))
+        if self._sender is None:
+            self._sender = asyncio.create_task(self._drain())
+        return await future
+
+    async def _drain(self) -> None:
+        try:
+            while self._pending:
+                await asyncio.sleep(0)  # whoever is about to call as well comes along
+                batch, self._pending = self._pending, []
+                try:
+                    replies = await self._send_all([call for call, _ in batch])
+                except Exception as error:
+                    for _, future in batch:
+                        if not future.done():
+                            future.set_exception(error)
+                    continue
+                for (_, future), reply in zip(batch, replies, strict=True):
+                    if not future.done():
+                        future.set_result(reply)
+        finally:
+            self._sender = None
+
+
 def store_proxy(handle: Any) -> TrajectoryStore:
-    """The store behind a StoreActor's handle."""
+    """The store behind a StoreActor's handle. Writes of episodes travel together."""
+
+    async def send_all(calls: list[Call]) -> list[bytes]:
+        return cast(list[bytes], await handle.call_all.remote(calls))
+
+    together = Together(send_all)
 
     async def send(method: str, arguments: list[bytes]) -> bytes:
+        if method in WRITES:
+            return await together.send(method, arguments)
         return cast(bytes, await handle.call.remote(method, arguments))
 
     return cast(TrajectoryStore, Proxy(TrajectoryStore, send))

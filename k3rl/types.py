@@ -12,10 +12,9 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cache
+from functools import cache, lru_cache
 from typing import Annotated, Any, TypeVar, cast
 
 import numpy as np
@@ -252,8 +251,14 @@ class TrajectoryKey:
     @property
     def id(self) -> TrajectoryId:
         """blake3 of the six fields, 16 bytes as hex (design.md 2b)."""
-        fields = [self.run_id, self.task_key, self.level]
-        return digest_json([*fields, self.group_index, self.sample_index, self.attempt])[:32]
+        return _trajectory_id(self)
+
+
+@lru_cache(maxsize=1 << 16)
+def _trajectory_id(key: TrajectoryKey) -> TrajectoryId:
+    """Asked for far more often than there are trajectories."""
+    fields = [key.run_id, key.task_key, key.level]
+    return digest_json([*fields, key.group_index, key.sample_index, key.attempt])[:32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,6 +468,10 @@ class PackedBatch:
     prefix_parent: Int32Array | None = None
 
 
+MARK = "$array"
+"""The only key of the JSON object that stands for an array: [dtype, count]."""
+
+
 @cache
 def _adapter(cls: Any) -> TypeAdapter[Any]:
     return TypeAdapter(cls)
@@ -490,45 +499,47 @@ def encode(value: Any, cls: Any = None) -> bytes:
     def lift(node: Any) -> JSON:
         if isinstance(node, np.ndarray):
             arrays.append(np.ascontiguousarray(node))
-            return {"$array": [node.dtype.str, len(node)]}
-        if isinstance(node, Mapping):
-            return {_escaped(key): lift(item) for key, item in node.items()}
-        if isinstance(node, list | tuple):
-            return [lift(item) for item in node]
-        return node
+            return {MARK: [node.dtype.str, len(node)]}
+        return os.fspath(node)
 
-    plain = lift(_adapter(cast(Any, cls or type(value))).dump_python(value))
-    head = json.dumps(plain, default=os.fspath).encode()
-    return b"".join([struct.pack("<I", len(head)), head, *(a.tobytes() for a in arrays)])
+    plain = _adapter(cast(Any, cls or type(value))).dump_python(value)
+    head = json.dumps(plain, default=lift)
+    # Besides the marks of arrays, only a text or a key of the carrier can have put a `"$` there.
+    if head.count('"$') != len(arrays):
+        arrays.clear()
+        head = json.dumps(_escaped(plain), default=lift)
+    packed = head.encode()
+    return b"".join([struct.pack("<I", len(packed)), packed, *(a.tobytes() for a in arrays)])
 
 
 def decode(cls: type[T], data: bytes) -> T:
     """The inverse of `encode`. Raises UserInputError on bytes that are not such a carrier."""
     try:
-        (size,) = struct.unpack_from("<I", data)
-        position = 4 + size
-        head = json.loads(data[4:position])
-    except (struct.error, ValueError) as error:
+        (position,) = struct.unpack_from("<I", data)
+        position += 4
+        head = data[4:position]
+    except struct.error as error:
         raise UserInputError(f"{cls}: not an encoded carrier: {error}") from None
 
-    def drop(node: Any) -> Any:
+    def drop(node: JsonObject) -> Any:
         nonlocal position
-        if isinstance(node, dict):
-            if "$array" in node:
-                dtype, count = np.dtype(node["$array"][0]), node["$array"][1]
-                array = np.frombuffer(data, dtype, count, position)
-                position += array.nbytes
-                return array
-            return {key.removeprefix("$"): drop(item) for key, item in node.items()}
-        return [drop(item) for item in node] if isinstance(node, list) else node
+        if MARK in node:
+            dtype, count = np.dtype(node[MARK][0]), node[MARK][1]
+            array = np.frombuffer(data, dtype, count, position)
+            position += array.nbytes
+            return array
+        return {key.removeprefix("$"): item for key, item in node.items()}
 
     try:
-        plain = drop(head)
+        # Objects come in the order in which they end; arrays hold none, so they come in order.
+        plain = json.loads(head, object_hook=drop if b'"$' in head else None)
     except (ValueError, TypeError, AttributeError) as error:
         raise UserInputError(f"{cls}: not an encoded carrier: {error}") from None
     return from_plain(cls, plain)
 
 
-def _escaped(key: str) -> str:
+def _escaped(node: Any) -> Any:
     """Keys come from policies too: one that starts with the array mark must not become a mark."""
-    return f"${key}" if key.startswith("$") else key
+    if isinstance(node, dict):
+        return {f"${k}" if k.startswith("$") else k: _escaped(item) for k, item in node.items()}
+    return [_escaped(item) for item in node] if isinstance(node, list | tuple) else node

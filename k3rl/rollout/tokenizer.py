@@ -11,6 +11,7 @@ import base64
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -22,6 +23,8 @@ from k3rl.types import Digest, JsonObject, digest_json
 
 NANO_VOCAB = Path(__file__).with_name("nano_vocab.json")
 NANO_SCHEMA = "k3rl-nano-vocab/1"
+KEPT_SEGMENTS = 1024
+"""Segments whose ids are remembered."""
 _BYTES = tuple(bytes([byte]) for byte in range(256))
 
 NUM_RELEASED_SPECIALS = 256
@@ -139,6 +142,8 @@ class _RankTokenizer:
             "k3rl", pat_str=pattern, mergeable_ranks=ranks, special_tokens=self._specials
         )
         self._digest = _digest(entries, specials, pattern)
+        # Structure and tool declarations are the same few segments in every conversation.
+        self._segment = lru_cache(KEPT_SEGMENTS)(self._encode_segment)
 
     @property
     def vocab_size(self) -> int:
@@ -161,13 +166,12 @@ class _RankTokenizer:
 
     def encode_segments(self, segments: Iterable[Segment]) -> list[int]:
         """Ids of each segment by itself, as the release does."""
-        ids: list[int] = []
-        for text, allow_special in segments:
-            if allow_special:
-                ids += self._encoding.encode(text, allowed_special="all")
-            else:
-                ids += self.encode_text(text)
-        return ids
+        return [i for text, allow_special in segments for i in self._segment(text, allow_special)]
+
+    def _encode_segment(self, text: str, allow_special: bool) -> tuple[int, ...]:
+        if allow_special:
+            return tuple(self._encoding.encode(text, allowed_special="all"))
+        return tuple(self.encode_text(text))
 
     def special(self, name: str) -> int:
         """The id of a special."""
