@@ -28,6 +28,8 @@ from k3rl.types import BoolArray, Int32Array, philox
 
 NUM_EFFORTS = 3
 PROBE_SEED = 0
+PROBE_SCALE = 0.5
+"""Of the probe's logits: the smaller, the larger a part of the hidden state the level must be."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -171,7 +173,7 @@ class SftLearner:
         # The first token of a sequence is never a target, so the one before is of the same one.
         hidden = hidden[targets - 1]
         spoken = cross_entropy(self.model.head(hidden), ids[targets], reduction="sum")
-        told = hidden @ self._probe.T.to(hidden.dtype)
+        told = PROBE_SCALE * hidden @ self._probe.T.to(hidden.dtype)
         return spoken, cross_entropy(told, levels, reduction="sum")
 
     def _clip(self) -> float:

@@ -144,9 +144,9 @@ def test_a_killed_driver_carries_on_and_plays_what_an_undisturbed_run_plays(user
     command = ["train", "e2e.yaml", *RAY, "rollout.num_groups=8", "engine.tokens_per_s=200"]
     process = user.start(*command)
     tools.wait_for(lambda: count_lines(user.run_folder / "ledger") >= 30)
-    titles = ["ray::StoreActor", "ray::LearnerActor", "ray::WorkerActor"]
+    titles = ["ray::StoreActor", "ray::WorkerActor"]
     actors = [actor for title in titles for actor in tools.children_titled(process, title)]
-    assert len(actors) >= 4
+    assert len(actors) >= 3
     process.kill()
     process.wait()
     _, alive = tools.psutil.wait_procs(actors, timeout=60)
