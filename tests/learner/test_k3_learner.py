@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -256,3 +257,32 @@ def test_denominators_are_those_of_the_whole_step():
         asyncio.run(learner.forward_backward(micro.batch, double))
     half = {n: grad * 2 for n, grad in grads_of(model).items()}
     assert largest_difference(one, half) < 1e-12
+
+
+def test_the_reference_pulls_where_it_is_known_and_nowhere_else():
+    """With no advantage the gradient is that of the reference term alone."""
+    step = packed([p.stored(i, 0.0) for i, p in enumerate(decode(tiny(), (2, 1)))])
+    (micro,) = step.micro_batches
+    objective = ObjectiveConfig(log_ratio_sq_coef=0.0, reference_coef=0.3)
+    other = K3Learner(tiny(seed=1), objective, OptimiserConfig())
+    reference = asyncio.run(other.logprobs(micro.batch))
+    assert np.array_equal(np.isfinite(reference), micro.batch.loss_mask)
+    unknown = np.where(micro.batch.trajectory_index == 0, reference, np.nan).astype(np.float32)
+
+    def slopes(ref_logprobs):
+        model = tiny()
+        learner = K3Learner(model, objective, OptimiserConfig())
+        batch = replace(micro.batch, ref_logprobs=ref_logprobs)
+        stats = asyncio.run(learner.forward_backward(batch, denominators(step)))
+        return grads_of(model), stats, learner.policy_logprobs
+
+    none, _, _ = slopes(np.full_like(reference, np.nan))
+    assert max(float(grad.abs().max()) for grad in none.values()) == 0.0
+    some, stats, logprobs = slopes(unknown)
+    assert any(float(grad.abs().max()) > 0 for grad in some.values())
+    known = np.isfinite(unknown)
+    gap = (logprobs - reference)[known].astype(np.float64)
+    count = step.num_policy_tokens
+    assert stats.losses[0] == pytest.approx(0.15 * float((gap**2).sum()) / count, rel=1e-5)
+    assert stats.losses[1] == 0.0
+    assert stats.metrics["reference_drift"] == pytest.approx(float(gap.sum()), rel=1e-4)

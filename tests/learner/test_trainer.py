@@ -382,3 +382,24 @@ def test_a_trainer_needs_weights(tmp_path):
     trainer = K3Trainer(config.model_copy(update={"policy": bare}), None, blobs_of(config))
     with pytest.raises(ConfigError, match=r"policy\.checkpoint or policy\.model"):
         asyncio.run(trainer.start())
+
+
+def test_only_named_levels_are_pulled_towards_the_first_weights(tmp_path, valkey):
+    """Before the first step policy and reference are one, after it they differ."""
+
+    async def drift(config, store):
+        trainer = make_trainer(config, store)
+        found = []
+        for update in range(2):
+            state = await trainer.start()
+            groups = await groups_for(config, store, state)
+            report = await trainer.update(UpdatePlan(update, groups))
+            found.append(report.metrics.get("learner/reference_drift_mean"))
+        return found
+
+    anchored = ("objective.reference_coef=0.5", "objective.reference_levels=[max]")
+    first, second = run(tmp_path / "a", valkey, drift, *anchored)
+    assert first == pytest.approx(0.0, abs=1e-6)
+    assert abs(second) > 1e-5
+    other = ("objective.reference_coef=0.5", "objective.reference_levels=[low]")
+    assert run(tmp_path / "b", valkey, drift, *other) == [None, None]
