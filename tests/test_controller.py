@@ -103,9 +103,7 @@ async def open_store(config):
 
 def controller(config, store, workers=None, **options) -> Controller:
     workers = workers or [LocalWorker(config, store)]
-    return Controller(
-        config, store, workers, None, lambda id: make_env(config, id), **options
-    )
+    return Controller(config, store, workers, None, lambda id: make_env(config, id), **options)
 
 
 def run_in(folder, *overrides, envs=({"id": NOTES},), timeout_s=30, **options):

@@ -112,44 +112,21 @@ def imitate(
     """Fine-tune `model` and write the checkpoint; returns its path."""
     import torch
 
-    from k3rl.learner.optim import Optimiser
-    from k3rl.learner.sft import SftLearner, draw_batches, rates_at
+    from k3rl.learner.sft import draw_batches, make_learner, rates_at
     from k3rl.model import checkpoint
 
     torch.set_num_threads(settings.learner.num_threads)
-    options, plan = settings.optimiser, settings.sft
-    first, second = options.betas
-    optimiser = Optimiser(
-        model,
-        model.config,
-        momentum=options.momentum,
-        betas=(first, second),
-        weight_decay=options.weight_decay,
-    )
-    learner = SftLearner(
-        model,
-        optimiser,
-        micro_batch_tokens=settings.learner.micro_batch_tokens,
-        max_grad_norm=options.max_grad_norm,
-    )
+    learner, plan = make_learner(settings, model), settings.sft
     writer = MetricsWriter(settings.run_folder / "sft", **settings.metrics.model_dump())
     lengths = [len(demonstration.token_ids) for demonstration in demonstrations]
     batches = draw_batches(lengths, plan.batch_tokens, settings.seed)
     began, num_tokens = time.monotonic(), 0
     for step in range(plan.num_steps):
         batch = [demonstrations[index] for index in next(batches)]
-        stats = learner.step(batch, rates_at(options, step, plan.warmup_steps))
+        stats = learner.step(batch, rates_at(settings.optimiser, step, plan.warmup_steps))
         num_tokens += stats.num_tokens
         rate = num_tokens / (time.monotonic() - began)
-        writer.write(
-            step,
-            {
-                metrics.SFT_LOSS: stats.loss,
-                metrics.SFT_PROBE_LOSS: stats.probe_loss,
-                metrics.SFT_GRADIENT_NORM: stats.gradient_norm,
-                metrics.SFT_TOKENS_PER_S: rate,
-            },
-        )
+        writer.write(step, stats.scalars() | {metrics.SFT_TOKENS_PER_S: rate})
         if (step + 1) % plan.log_every == 0 or step + 1 == plan.num_steps:
             console.print(
                 f"step {step + 1}/{plan.num_steps}: loss {stats.loss:.4f},"

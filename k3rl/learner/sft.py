@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from k3rl import metrics
+from k3rl.config import Config
 from k3rl.errors import EngineError, UserInputError
 from k3rl.learner.optim import Optimiser, Rates
 from k3rl.model.balance import balance
@@ -106,6 +108,14 @@ class SftStats:
     num_tokens: int
     num_policy_tokens: int
 
+    def scalars(self) -> dict[str, float]:
+        """As metrics."""
+        return {
+            metrics.SFT_LOSS: self.loss,
+            metrics.SFT_GRADIENT_NORM: self.gradient_norm,
+            metrics.SFT_PROBE_LOSS: self.probe_loss,
+        }
+
 
 class SftLearner:
     """Fine-tunes a model in place.
@@ -180,3 +190,22 @@ class SftLearner:
         parameters = self.optimiser.parameters.values()
         limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
         return float(torch.nn.utils.clip_grad_norm_(parameters, limit))
+
+
+def make_learner(settings: Config, model: K3Model) -> SftLearner:
+    """The learner that a config asks for, around `model`."""
+    options = settings.optimiser
+    first, second = options.betas
+    optimiser = Optimiser(
+        model,
+        model.config,
+        momentum=options.momentum,
+        betas=(first, second),
+        weight_decay=options.weight_decay,
+    )
+    return SftLearner(
+        model,
+        optimiser,
+        micro_batch_tokens=settings.learner.micro_batch_tokens,
+        max_grad_norm=options.max_grad_norm,
+    )

@@ -59,7 +59,7 @@ def test_unknown_id_names_the_nearest(registry):
 
 
 def test_unknown_policy_names_those_there_are(registry):
-    with pytest.raises(EnvError, match="it has: null, oracle, random"):
+    with pytest.raises(EnvError, match="it has: demonstrator, null, oracle, random"):
         registry.policy("k3rl/FileHunt-v0", "cheat")
 
 

@@ -124,7 +124,7 @@ def test_the_probe_makes_levels_tell(weight):
     one, batch = learner(effort_probe=weight), demonstrations(32)
     losses = [one.step(batch, RATES).probe_loss for _ in range(40)]
     if weight:
-        assert losses[-1] < 0.1
+        assert losses[-1] < 0.2
     else:
         assert losses[-1] > 0.5
 
