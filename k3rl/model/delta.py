@@ -188,11 +188,14 @@ def delta_step(
 ) -> Tensor:
     """One token of each of B sequences; `state` [B, H, K, V] is updated in place.
 
-    q, k, decay = e^g: [B, H, K]; v: [B, H, V]; beta: [B, H, 1]. Returns [B, H, V].
+    q, k: [B, H, K]; decay = e^g: [B, H, K] or flat; v: [B, H, V]; beta: [B, H] with any further
+    axes of 1. Returns [B, H, V].
     """
+    key_size, value_size = state.shape[2:]
     flat = _flat(state)
-    known = torch.bmm(_flat(k * decay).unsqueeze(1), flat)
-    fresh = (_flat(v).unsqueeze(1) - known).mul_(_flat(beta).unsqueeze(1))
-    flat.mul_(_flat(decay).unsqueeze(2))
-    flat.baddbmm_(_flat(k).unsqueeze(2), fresh)
-    return torch.bmm(_flat(q).unsqueeze(1), flat).view(v.shape)
+    column = k.reshape(-1, key_size, 1)
+    flat.mul_(decay.reshape(column.shape))
+    value = v.reshape(-1, 1, value_size)
+    fresh = torch.baddbmm(value, column.transpose(1, 2), flat, alpha=-1.0)
+    flat.baddbmm_(column, fresh.mul_(beta.reshape(-1, 1, 1)))
+    return torch.bmm(q.reshape(-1, 1, key_size), flat).view(v.shape)

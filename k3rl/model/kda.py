@@ -11,13 +11,12 @@ from torch import Tensor, nn
 
 from k3rl.model.config import ModelConfig
 from k3rl.model.conv import causal_conv
-from k3rl.model.delta import delta_step, delta_tiles
+from k3rl.model.delta import delta_tiles
 from k3rl.model.layout import Layout
 from k3rl.model.ops import (
     decay_gate,
     l2_norm,
     linear_many,
-    number,
     rms_norm,
     sigmoid_gate,
     take_rows,
@@ -67,7 +66,8 @@ class KimiDeltaAttention(nn.Module):
         z = z.view(*z.shape[:-1], kda.num_heads, kda.head_dim)
         return wide(mixed), gate, z, torch.sigmoid(wide(beta))
 
-    def _taps(self) -> Tensor:
+    def taps(self) -> Tensor:
+        """Weights of the q, k and v convolutions [J, 3 H K], oldest first."""
         convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         return wide(torch.cat([conv.weight for conv in convs]).squeeze(1).t().contiguous())
 
@@ -82,7 +82,7 @@ class KimiDeltaAttention(nn.Module):
         heads = kda.num_heads
         projected, gate, z, beta = self._project(x)
         history = None if state is None else state.history.to(projected.dtype)
-        mixed, history = causal_conv(projected, self._taps(), layout, history)
+        mixed, history = causal_conv(projected, self.taps(), layout, history)
         there, back, _ = layout.head_rows(3, heads)
         rows = F.silu(mixed).reshape(-1, kda.head_dim)
         tiles = take_rows(rows, there, back).view(3, layout.num_tiles, heads, -1, kda.head_dim)
@@ -100,20 +100,6 @@ class KimiDeltaAttention(nn.Module):
         out = take_rows(out.reshape(-1, kda.head_dim), back, there, None, mask)
         out = out.view(len(x), heads, kda.head_dim)
         return self._finish(out, gate), KdaState(memory[torch.argsort(layout.rank)], history)
-
-    def step(self, x: Tensor, state: KdaState) -> Tensor:
-        """One token of each sequence, x [B, d] -> [B, d]; `state` is updated in place."""
-        kda = self.kda
-        projected, gate, z, beta = self._project(x)
-        window = torch.cat([state.history.to(projected.dtype), projected.unsqueeze(1)], 1)
-        state.history.copy_(window[:, 1:])
-        mixed = F.silu((window * self._taps()).sum(1))
-        parts = mixed.view(len(x), 3, kda.num_heads, kda.head_dim)
-        q, k = l2_norm(parts[:, :2]).unbind(1)
-        decay = decay_gate(z, self.A_log, kda.gate_lower_bound).exp_()
-        q = q * number(kda.head_dim**-0.5, q.dtype, q.device)
-        out = delta_step(q, k, parts[:, 2], decay, beta.unsqueeze(-1), state.memory)
-        return self._finish(out, gate)
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator) -> None:

@@ -45,7 +45,7 @@ class GatedMla(nn.Module):
         inner = rms_norm(inner, self.kv_a_layernorm.weight, self.lora_eps)
         return q, torch.cat([inner, shared], -1), gate
 
-    def _up(self) -> tuple[Tensor, Tensor]:
+    def up(self) -> tuple[Tensor, Tensor]:
         """W_uk [H, nope, rank] and W_uv [H, v, rank]: the rows of kv_b by head."""
         mla = self.mla
         weight = self.kv_b_proj.weight.view(mla.num_heads, -1, mla.kv_lora_rank)
@@ -86,30 +86,6 @@ class GatedMla(nn.Module):
         out = self._unpad(out, layout)
         return self._release(out, gate), cached
 
-    def step(
-        self, x: Tensor, cached: Tensor, rows: Tensor, slots: Tensor | slice, bias: Tensor
-    ) -> Tensor:
-        """One token of each sequence, x [B, d] -> [B, d].
-
-        Args:
-            x: [B, d].
-            cached: [slots, P, rank + rope], contiguous; the new latents are put in place.
-            rows: [B] int64, where they belong in the flat [slots * P].
-            slots: The B sequences.
-            bias: [B, 1, 1, L] from `hide_after`.
-
-        """
-        q, latent, gate = self._project(x)
-        cached.view(-1, cached.shape[-1]).index_copy_(0, rows, latent.to(cached.dtype))
-        longest = bias.shape[-1]
-        if isinstance(slots, slice):
-            part = cached[slots, :longest]
-        else:
-            part = cached[:, :longest].index_select(0, slots)
-        # Heads as rows of one query block: all of them read the same latents.
-        out = self._attend(self._absorb(q).unsqueeze(1), part, bias)
-        return self._release(out.squeeze(1), gate)
-
     def _expanded(self, q: Tensor, latent: Tensor, layout: Layout) -> Tensor:
         """Causal attention of sequences without a past, with keys and values in full: [T, H, v]."""
         mla = self.mla
@@ -136,7 +112,7 @@ class GatedMla(nn.Module):
     def _absorb(self, q: Tensor) -> Tensor:
         """Queries [T, H, nope + rope] against latents: [T, H, rank + rope]."""
         mla = self.mla
-        up_k, _ = self._up()
+        up_k, _ = self.up()
         nope, rope = torch.split(q, [mla.qk_nope_head_dim, mla.qk_rope_head_dim], -1)
         return torch.cat([torch.bmm(nope.transpose(0, 1), up_k).transpose(0, 1), rope], -1)
 
@@ -149,7 +125,7 @@ class GatedMla(nn.Module):
 
     def _release(self, mixed: Tensor, gate: Tensor) -> Tensor:
         """Mixed latents [T, H, rank] through W_uv, gated and projected: [T, d]."""
-        _, up_v = self._up()
+        _, up_v = self.up()
         value = torch.bmm(mixed.transpose(0, 1), wide(up_v).transpose(1, 2)).transpose(0, 1)
         return self._finish(value, gate)
 

@@ -20,11 +20,12 @@ from k3rl.model.config import ModelConfig
 from k3rl.model.init import initialise
 from k3rl.model.kda import KdaState, KimiDeltaAttention
 from k3rl.model.layout import Layout
-from k3rl.model.mla import GatedMla, hide_after
+from k3rl.model.mla import GatedMla
 from k3rl.model.moe import GluMlp, LatentMoe
 from k3rl.model.ops import rms_norm, wide
 from k3rl.model.routing import Routing
 from k3rl.model.state import BatchState, StatePool
+from k3rl.model.stepping import StepPlan
 from k3rl.model.weights import Weight
 
 
@@ -94,51 +95,6 @@ class Cells:
         )
 
 
-class StepCells:
-    """The same for one token of each pooled sequence; memories are updated in place."""
-
-    def __init__(self, layers: nn.ModuleList, pool: StatePool, slots: Tensor) -> None:
-        self.layers, self.pool, self.slots = layers, pool, slots
-        self.num_kda = self.num_mla = 0
-        first, count = int(slots[0]), len(slots)
-        run = torch.arange(first, first + count)
-        # Neighbouring slots are worked on where they lie; others are copied out and back.
-        self.span = slice(first, first + count) if torch.equal(slots, run) else None
-        self.lengths = pool.lengths[slots]
-        longest = int(self.lengths.max()) + 1
-        pool.require_room(longest)
-        self.rows = slots * pool.max_tokens + self.lengths
-        self.bias = hide_after(self.lengths.unsqueeze(1), longest, pool.latents.dtype)
-
-    def attend(self, index: int, x: Tensor) -> Tensor:
-        """Run the attention of one layer."""
-        layer = cast(DecoderLayer, self.layers[index])
-        if layer.is_kda:
-            self.num_kda += 1
-            return self._kda(cast(KimiDeltaAttention, layer.self_attn), self.num_kda - 1, x)
-        self.num_mla += 1
-        return self._mla(cast(GatedMla, layer.self_attn), self.num_mla - 1, x)
-
-    def _kda(self, attention: KimiDeltaAttention, number: int, x: Tensor) -> Tensor:
-        memory, history = self.pool.kda[number], self.pool.conv[number]
-        if self.span is not None:
-            return attention.step(x, KdaState(memory[self.span], history[self.span]))
-        state = KdaState(memory.index_select(0, self.slots), history.index_select(0, self.slots))
-        out = attention.step(x, state)
-        memory.index_copy_(0, self.slots, state.memory)
-        history.index_copy_(0, self.slots, state.history)
-        return out
-
-    def _mla(self, attention: GatedMla, number: int, x: Tensor) -> Tensor:
-        latents = self.pool.latents[number]
-        slots = self.slots if self.span is None else self.span
-        return attention.step(x, latents, self.rows, slots, self.bias)
-
-    def finish(self) -> None:
-        """Count the token."""
-        self.pool.lengths[self.slots] = self.lengths + 1
-
-
 class Decoder(nn.Module):
     """Embedding, layers and the final norm."""
 
@@ -151,9 +107,7 @@ class Decoder(nn.Module):
         self.output_attn_res_norm = Weight(config.hidden_size)
         self.output_attn_res_proj = Weight(1, config.hidden_size)
 
-    def forward(
-        self, token_ids: Tensor, cells: Cells | StepCells, routing: Routing | None
-    ) -> Tensor:
+    def forward(self, token_ids: Tensor, cells: Cells, routing: Routing | None) -> Tensor:
         """Token ids [T] -> hidden [T, d] after the final norm."""
         eps = self.config.norm_eps
         bank: list[Tensor] = []
@@ -190,6 +144,7 @@ class K3Model(nn.Module):
         self.num_router_layers = config.num_router_layers
         self.model = Decoder(config)
         self.lm_head = Weight(config.vocab_size, config.hidden_size)
+        self._plan: StepPlan | None = None
         if seed is not None:
             initialise(self, config, seed)
 
@@ -228,11 +183,14 @@ class K3Model(nn.Module):
 
         The pool is updated in place. Neighbouring slots in rising order are fastest. Raises
         EngineError, with the pool unchanged, when a sequence has reached `pool.max_tokens`.
+
+        Runs on copies of the weights, made at the first step and again after any change of them
+        but one through `.data` (see `StepPlan.fits`).
         """
+        if self._plan is None or not self._plan.fits():
+            self._plan = StepPlan(self.model)
         with torch.inference_mode():
-            cells = StepCells(self.model.layers, pool, slots)
-            hidden = cast(Tensor, self.model(token_ids, cells, routing))
-            cells.finish()
+            hidden = self._plan.step(token_ids, pool, slots, routing)
         # A copy made outside is an ordinary tensor again, fit for any use.
         return hidden.clone()
 

@@ -16,7 +16,7 @@ from k3rl.model.routing import Routing
 from k3rl.model.weights import Weight
 
 # Up to this many (token, expert) pairs all experts run on all tokens: fewer launches than sorting.
-_DENSE_PAIRS = 2048
+DENSE_PAIRS = 2048
 
 
 class GluMlp(nn.Module):
@@ -50,12 +50,15 @@ class Router(nn.Module):
     def forward(self, x: Tensor, routing: Routing | None) -> tuple[Tensor, Tensor]:
         """Experts [T, k] and their weights [T, k], which sum to 1, of x [T, d]."""
         scores = torch.sigmoid(F.linear(wide(x), wide(self.weight)))
-        if routing is None:
-            chosen = torch.topk(scores.detach() + self.e_score_correction_bias, self.top_k).indices
-        else:
-            chosen = routing.choose(scores, self.e_score_correction_bias, self.top_k)
+        chosen = self.choose(scores, routing)
         raw = scores.gather(1, chosen)
         return chosen, raw / (raw.sum(-1, keepdim=True) + 1e-20)
+
+    def choose(self, scores: Tensor, routing: Routing | None) -> Tensor:
+        """Experts [T, k] of raw scores [T, E]."""
+        if routing is not None:
+            return routing.choose(scores, self.e_score_correction_bias, self.top_k)
+        return torch.topk(scores.detach() + self.e_score_correction_bias, self.top_k).indices
 
 
 class _SegmentMatmul(Function):
@@ -98,7 +101,7 @@ class LatentExperts(nn.Module):
 
     def forward(self, z: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """sum_i weights_i E_i(z) of latents z [T, latent] for experts and weights [T, k]."""
-        if not torch.is_grad_enabled() and len(z) * len(self.w1) <= _DENSE_PAIRS:
+        if not torch.is_grad_enabled() and len(z) * len(self.w1) <= DENSE_PAIRS:
             return self._dense(z, chosen, weights)
         return self._sorted(z, chosen, weights)
 
