@@ -25,7 +25,6 @@ from k3rl import config as configs
 from k3rl.cli import sft as fine_tuning
 from k3rl.cli import smoke_checks as checks
 from k3rl.cli.launching import check_envs, claim_folder, run
-from k3rl.cli.tables import plain_table
 from k3rl.cli.train import report
 from k3rl.config import Config
 from k3rl.controller import Progress, Summary
@@ -163,11 +162,11 @@ def _train(
 
 
 def show(console: Console, found: list[Check]) -> None:
-    """Print the table of checks."""
-    table = plain_table("checks", ["check"], ["value", "bar", "met"])
+    """Print the checks, one line each."""
     for check in found:
-        table.add_row(check.name, check.value, check.bar, "yes" if check.is_met else "NO")
-    console.print(table)
+        mark = "ok  " if check.is_met else "FAIL"
+        line = f"{mark} {check.name}: {check.value}   (bar: {check.bar})"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _tree_bytes() -> int:
