@@ -213,7 +213,10 @@ class Controller:
         if self.groups.budgets is not None or not any(multipliers):
             return
         sampled = [t for t in played if has_reward(t.outcome) and t.header.temperature == 1.0]
-        self.groups.budgets = intensity.estimate(sampled)
+        found = intensity.estimate(sampled)
+        if not all(env.id in found.environments for env in self.config.envs):
+            return  # An environment without a sample: the next iteration is without budgets too.
+        self.groups.budgets = found
         replace_file(self._budgets_path, json.dumps(to_plain(self.groups.budgets)))
 
     async def _evaluate(self, iteration: int) -> None:
@@ -328,8 +331,10 @@ class Controller:
             self.groups.budgets = from_plain(
                 intensity.Budgets, json.loads(self._budgets_path.read_text())
             )
-        if self._path.exists() and self.groups.trajectories:
+        if self._path.exists():
             self._load()
+        if not self.groups.trajectories:
+            self._saved.iteration, self._saved.finished_before = 0, Counter()
         for worker_id in self._saved.worker_ids:
             await self.store.reap(worker_id)
         self._saved.worker_ids = []

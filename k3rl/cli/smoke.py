@@ -48,6 +48,8 @@ FEW_STEPS = (
     "optimiser.vector_lr=0.0005",
 )
 """The path is proven, the loss falls; one batch holds about all demonstrations."""
+TASKS_PER_SEED = 1000
+"""Every seed has tasks of its own, to train on and to be judged by."""
 KILL_ITERATION = 2
 KILL_FRACTION = 0.3
 """Of the iteration's trajectories that have finished when a worker is killed."""
@@ -117,6 +119,7 @@ def smoke(
     settings, summary = _train(console, folder, name, seed, control, weights, killer)
     meter.stop()
     found = [checks.sft_loss_falls(weights.parent)]
+    found += checks.training(settings)
     if control:
         found += checks.control(summary)
     else:
@@ -152,6 +155,8 @@ def _train(
 ) -> tuple[Config, Summary]:
     overrides = [f"run.name={name}", f"run.folder={folder}", f"seed={seed}"]
     overrides += [f"policy.checkpoint={weights}", f"objective.permute_rewards={control}"]
+    first = seed * TASKS_PER_SEED
+    overrides += [f"curriculum.first_task={first}", f"evaluation.first_task={first}"]
     settings = configs.load(RL_CONFIG, overrides)
     shutil.rmtree(settings.run_folder, ignore_errors=True)
     check_envs(settings)

@@ -31,6 +31,24 @@ def sft_loss_falls(folder: Path) -> Check:
     return Check("fine-tuning loss", value, "falls", losses[-1] < losses[0])
 
 
+def training(settings: Config) -> list[Check]:
+    """Updates were made, each with a step, on tokens, and with tokens compared before it."""
+    rows = [row for row in _rows(settings.run_folder) if metrics.LOSS in row]
+    least = settings.run.iterations // 2
+    skipped = sum(row["learner/num_skipped_steps"] for row in rows)
+    empty = sum(row[metrics.LEARNER_POLICY_TOKENS] == 0 for row in rows)
+    unseen = sum(row[metrics.AGREEMENT_TOKENS] == 0 for row in rows)
+    return [
+        Check("updates", str(len(rows)), f">= {least}", len(rows) >= least),
+        Check(
+            "updates without step, tokens or comparison",
+            f"{skipped:.0f}, {empty}, {unseen}",
+            "0, 0, 0",
+            skipped == empty == unseen == 0,
+        ),
+    ]
+
+
 def learning(summary: Summary) -> list[Check]:
     """What reinforcement learning did to held-out success and tokens."""
     before, after = _ends(summary)
@@ -65,8 +83,11 @@ def learning(summary: Summary) -> list[Check]:
 def control(summary: Summary) -> list[Check]:
     """With permuted rewards there is nothing to learn."""
     before, after = _ends(summary)
-    rise = mean_success(after) - mean_success(before)
-    return [Check("rise with permuted rewards, T = 1", f"{rise:+.3f}", "<= 0.05", rise <= 0.05)]
+    cold, rise = mean_success(before), mean_success(after) - mean_success(before)
+    return [
+        Check("success before, T = 1", f"{cold:.3f}", "0.35-0.65", 0.35 <= cold <= 0.65),
+        Check("rise with permuted rewards, T = 1", f"{rise:+.3f}", "<= 0.05", rise <= 0.05),
+    ]
 
 
 def machinery(settings: Config, summary: Summary, killed: int | None) -> list[Check]:
@@ -114,7 +135,7 @@ def resources(wall_s: float, peak_bytes: int, limit_s: float, limit_bytes: int) 
             "peak memory",
             f"{peak_bytes / gib:.2f} GiB",
             f"<= {limit_bytes / gib:.0f} GiB",
-            peak_bytes <= limit_bytes,
+            0 < peak_bytes <= limit_bytes,
         ),
     ]
 
@@ -126,17 +147,21 @@ def _ends(summary: Summary) -> tuple[Sequence[Score], Sequence[Score]]:
 
 
 def _crosses_versions(reader: StoreReader, trajectory: Trajectory) -> bool:
+    if not trajectory.steps:
+        return False
     spans = reader.read(Ref(trajectory.id), ("spans",)).spans
     versions = {span.policy_version for span in spans if span.author is Author.POLICY}
     return len(versions) > 1
 
 
 def _replay(settings: Config, reader: StoreReader, played: Iterable[Trajectory]) -> Check:
-    """Replay the solved trajectory with the most steps: the last of them that was begun."""
+    """Replay the solved trajectory with the most steps."""
     from k3rl.replay.verify import replay
     from k3rl.rollout.worker import make_backend, make_env, make_renderer, sandbox_spec
 
     solved = [t for t in played if is_success(t.outcome)]
+    if not solved:
+        return Check("replay in a fresh sandbox", "nothing was solved", "identical", False)
     chosen = max(solved, key=lambda t: len(t.steps))
     env = make_env(settings, chosen.header.task.env_id)
 

@@ -129,7 +129,7 @@ def test_a_cluster_without_the_resource_tags_is_one_line(user):
         address = ray.get_runtime_context().gcs_address
         err = user.train(*RAY, f"cluster.address={address}", code=2)
         assert "ray_cluster.yaml" in err
-        assert "CPU 2, learner 1, rollout 2, store 1" in err
+        assert "CPU 2, rollout 2, store 1" in err
     finally:
         ray.shutdown()
 
