@@ -30,8 +30,9 @@ smoke-control: install
 test: install
 	$(BIN)/pytest -m "not slow"
 
-test-all: install smoke smoke-control smoke-scratch
+test-all: install
 	$(BIN)/pytest
+	$(MAKE) smoke smoke-control smoke-scratch
 
 lint: install
 	$(BIN)/ruff check .

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -22,6 +22,11 @@ from k3rl.types import digest_json
 if TYPE_CHECKING:
     from k3rl.cluster import Parts
 
+ConfigFile = Annotated[Path, typer.Argument(help="A YAML file of configs/.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="key.path=value, values in YAML syntax.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and stop.")]
 Watch = Callable[[Progress, "Parts"], None]
 """Sees every progress report, with the parts of the run, inside the controller's event loop."""
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 
 from k3rl import config as configs
 from k3rl import metrics
-from k3rl.cli.launching import check_envs, claim_folder
+from k3rl.cli.launching import ConfigFile, DryRun, Overrides, check_envs, claim_folder
 from k3rl.cli.launching import run as play
 from k3rl.cli.train import report
 from k3rl.config import Config
@@ -29,15 +29,7 @@ CHECKPOINT = "sft.safetensors"
 """What comes out, in the run folder."""
 
 
-def sft(
-    config: Annotated[Path, typer.Argument(help="A YAML file, for example configs/nano_sft.yaml.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="key.path=value, values in YAML syntax.")
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the resolved config and stop.")
-    ] = False,
-) -> None:
+def sft(config: ConfigFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:
     """Play demonstrations into the run's store, then imitate those that were rewarded."""
     settings = configs.load(config, overrides or [])
     if dry_run:
@@ -67,16 +59,12 @@ def check(settings: Config) -> None:
 
 def make_model(settings: Config) -> K3Model:
     """The policy to start from. Raises ConfigError when the config names none, or one amiss."""
-    from k3rl.model import checkpoint
-    from k3rl.model.config import load_config
-    from k3rl.model.model import K3Model
+    from k3rl.model.checkpoint import first_model
     from k3rl.rollout.worker import make_renderer
 
-    if settings.policy.checkpoint is not None:
-        model = checkpoint.load_model(Path(settings.policy.checkpoint))
-    elif settings.policy.model is not None:
-        model = K3Model(load_config(Path(settings.policy.model)), settings.seed)
-    else:
+    policy = settings.policy
+    model = first_model(policy.checkpoint, policy.model, settings.seed)
+    if model is None:
         raise ConfigError("policy: name a model or a checkpoint to fine-tune")
     num_ids = make_renderer(settings).tokenizer.vocab_size
     if model.config.vocab_size != num_ids:

@@ -35,7 +35,7 @@ def training(settings: Config) -> list[Check]:
     """Updates were made, each with a step, on tokens, and with tokens compared before it."""
     rows = [row for row in _rows(settings.run_folder) if metrics.LOSS in row]
     least = settings.run.iterations // 2
-    skipped = sum(row["learner/num_skipped_steps"] for row in rows)
+    skipped = sum(row[metrics.NUM_SKIPPED_STEPS] for row in rows)
     empty = sum(row[metrics.LEARNER_POLICY_TOKENS] == 0 for row in rows)
     unseen = sum(row[metrics.AGREEMENT_TOKENS] == 0 for row in rows)
     return [

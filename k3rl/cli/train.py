@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from k3rl import config as configs
-from k3rl.cli.launching import check_envs, claim_folder, run
+from k3rl.cli.launching import ConfigFile, DryRun, Overrides, check_envs, claim_folder, run
 from k3rl.cli.tables import plain_table
 from k3rl.config import Config
 from k3rl.controller import Summary
@@ -22,15 +20,7 @@ from k3rl.types import OutcomeKind, Trajectory, TrajectoryState
 FAULTS = (OutcomeKind.INFRA_FAULT, OutcomeKind.GRADER_FAULT)
 
 
-def train(
-    config: Annotated[Path, typer.Argument(help="A YAML file, for example configs/debug/*.yaml.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="key.path=value, values in YAML syntax.")
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the resolved config and stop.")
-    ] = False,
-) -> None:
+def train(config: ConfigFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:
     """Play the config's environments into its store and train on what was played."""
     settings = configs.load(config, overrides or [])
     if dry_run:

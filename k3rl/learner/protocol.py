@@ -35,7 +35,7 @@ class LearnStats:
     metrics: dict[str, float] = field(default_factory=dict)
     """Sums over the valid policy tokens of the batch, by metric name."""
     losses: tuple[float, ...] = ()
-    """Per trajectory of the batch: its share of the loss."""
+    """Per sequence of the batch: its share of the loss."""
 
 
 @runtime_checkable

@@ -14,7 +14,6 @@ import asyncio
 import time
 from collections import Counter, defaultdict
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
@@ -35,7 +34,6 @@ from k3rl.learner.protocol import (
     UpdateReport,
 )
 from k3rl.model import checkpoint
-from k3rl.model.config import load_config
 from k3rl.model.model import K3Model
 from k3rl.store.protocol import Ref, TrajectoryStore, UpdateRow
 from k3rl.types import (
@@ -145,10 +143,9 @@ class K3Trainer:
     def _first_weights(self) -> K3Model:
         """What the run starts from, also as the reference."""
         policy = self.config.policy
-        if policy.checkpoint is not None:
-            return checkpoint.load_model(Path(policy.checkpoint))
-        if policy.model is not None:
-            return K3Model(load_config(policy.model), seed=self.config.seed)
+        model = checkpoint.first_model(policy.checkpoint, policy.model, self.config.seed)
+        if model is not None:
+            return model
         raise ConfigError("policy: a trainer needs policy.checkpoint or policy.model")
 
     def _learner(self, model: K3Model) -> K3Learner:

@@ -1,0 +1,1 @@
+"""K3 in plain PyTorch. See README.md."""

@@ -21,7 +21,7 @@ from safetensors.torch import save as write_tensors
 from torch import Tensor
 
 from k3rl.errors import ConfigError, CorruptData, SchemaTooNew
-from k3rl.model.config import ModelConfig
+from k3rl.model.config import ModelConfig, load_config
 from k3rl.model.model import K3Model
 from k3rl.types import Digest, canonical_json, digest_bytes
 
@@ -128,3 +128,13 @@ def load_model(path: Path) -> K3Model:
     model = K3Model(config, seed=None)
     model.load_state_dict(tensors)
     return model
+
+
+def first_model(checkpoint: str | None, model: str | None, seed: int) -> K3Model | None:
+    """What a policy starts from: a checkpoint file, else random weights of a model YAML by `seed`.
+
+    None when neither is named. Raises as `load` and `load_config`.
+    """
+    if checkpoint is not None:
+        return load_model(Path(checkpoint))
+    return None if model is None else K3Model(load_config(model), seed=seed)

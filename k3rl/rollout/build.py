@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from k3rl.blobs import BlobStore
 from k3rl.config import Config
 from k3rl.errors import ConfigError
-from k3rl.model.checkpoint import load_model
-from k3rl.model.config import load_config
-from k3rl.model.model import K3Model
+from k3rl.model.checkpoint import first_model
 from k3rl.rollout.native import NativeEngine
 from k3rl.rollout.renderer import Renderer
 
@@ -28,7 +24,8 @@ def make_native(config: Config, renderer: Renderer, max_tokens: int) -> NativeEn
     """
     settings = config.engine
     torch.set_num_threads(settings.num_threads)
-    model = initial_model(config)
+    policy = config.policy
+    model = first_model(policy.checkpoint, policy.model, config.seed)
     vocab_size = renderer.tokenizer.vocab_size
     if model is not None and model.config.vocab_size != vocab_size:
         raise ConfigError(
@@ -43,13 +40,3 @@ def make_native(config: Config, renderer: Renderer, max_tokens: int) -> NativeEn
         delta_tokens=settings.delta_tokens,
         linger_s=LINGER_S,
     )
-
-
-def initial_model(config: Config) -> K3Model | None:
-    """Version 0: the policy's checkpoint, or random weights by the run's seed; None: neither."""
-    policy = config.policy
-    if policy.checkpoint is not None:
-        return load_model(Path(policy.checkpoint))
-    if policy.model is not None:
-        return K3Model(load_config(policy.model), seed=config.seed)
-    return None
