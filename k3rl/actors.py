@@ -12,7 +12,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import math
 import os
+import time
 from collections.abc import Awaitable, Callable
 from functools import cache
 from typing import Any, cast, get_type_hints
@@ -34,8 +36,10 @@ from k3rl.types import decode, encode
 OK, FAILED = b"\0", b"\1"
 Send = Callable[[str, list[bytes]], Awaitable[bytes]]
 Call = tuple[str, list[bytes]]
-WRITES = ("append", "commit_step", "pause", "finish")
-"""Calls of the store that are answered within a sync of its journal."""
+TOGETHER = ("append", "commit_step", "pause", "finish", "get")
+"""Calls of the store that come in numbers and are answered at once, or within a sync."""
+DISTANCE_S = 0.05
+"""Between two messages of such calls; a trajectory takes about a second between two of its own."""
 START_WAIT_S = 60.0
 """How long an actor may wait for its resources."""
 LOST = (ActorDiedError, ActorUnavailableError, WorkerCrashedError)
@@ -177,12 +181,18 @@ class Together:
     """Sends calls that meet as one message: what comes while one is under way goes with the next.
 
     A message costs both sides a millisecond or two of Ray's own work, far more than a write of the
-    store, and the replies of writes come together anyway, with one sync of the journal.
+    store, and the replies of writes come together anyway, with one sync of the journal. So messages
+    keep a distance: a call that comes right after one waits for others to go with.
     """
 
-    def __init__(self, send_all: Callable[[list[Call]], Awaitable[list[bytes]]]) -> None:
-        """`send_all` returns a reply frame for each call."""
-        self._send_all = send_all
+    def __init__(
+        self,
+        send_all: Callable[[list[Call]], Awaitable[list[bytes]]],
+        distance_s: float = DISTANCE_S,
+    ) -> None:
+        """`send_all` returns a reply frame for each call; it is called every `distance_s`."""
+        self._send_all, self._distance_s = send_all, distance_s
+        self._last_sent = -math.inf
         self._pending: list[tuple[Call, asyncio.Future[bytes]]] = []
         self._sender: asyncio.Task[None] | None = None
 
@@ -197,7 +207,10 @@ class Together:
     async def _drain(self) -> None:
         try:
             while self._pending:
-                await asyncio.sleep(0)  # whoever is about to call as well comes along
+                # Even without a wait, whoever is about to call as well comes along.
+                wait_s = self._last_sent + self._distance_s - time.monotonic()
+                await asyncio.sleep(max(wait_s, 0.0))
+                self._last_sent = time.monotonic()
                 batch, self._pending = self._pending, []
                 try:
                     replies = await self._send_all([call for call, _ in batch])
@@ -214,7 +227,7 @@ class Together:
 
 
 def store_proxy(handle: Any) -> TrajectoryStore:
-    """The store behind a StoreActor's handle. Writes of episodes travel together."""
+    """The store behind a StoreActor's handle. Calls that come in numbers travel together."""
 
     async def send_all(calls: list[Call]) -> list[bytes]:
         return cast(list[bytes], await handle.call_all.remote(calls))
@@ -222,7 +235,7 @@ def store_proxy(handle: Any) -> TrajectoryStore:
     together = Together(send_all)
 
     async def send(method: str, arguments: list[bytes]) -> bytes:
-        if method in WRITES:
+        if method in TOGETHER:
             return await together.send(method, arguments)
         return cast(bytes, await handle.call.remote(method, arguments))
 

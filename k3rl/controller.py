@@ -19,6 +19,7 @@ step. An error of the store or the configuration ends the run as it is.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import time
@@ -50,8 +51,8 @@ from k3rl.types import (
     to_plain,
 )
 
-CHANGES_WAIT_S = 2.0
-"""How long one look at the store's changes waits for the next."""
+CHANGES_DISTANCE_S, CHANGES_WAIT_S = 0.1, 2.0
+"""Between two looks at the store's changes; how long one look waits for the next change."""
 
 
 @dataclass(slots=True)
@@ -262,24 +263,24 @@ class Controller:
 
     async def _take_changes(self, wait_s: float) -> list[Trajectory]:
         """Follow the store; returns what has newly finished."""
+        await asyncio.sleep(CHANGES_DISTANCE_S if wait_s else 0.0)
         changes = await self.store.changes(self._cursor, wait_s)
         self._cursor = changes.cursor
-        finished = []
+        ended = []
         for id, state in changes.items:
-            is_finished = state is TrajectoryState.FINISHED
-            if id in self._evaluated:
-                if is_finished and self._evaluated[id] is None:
-                    finished.append(await self.store.get(id))
-                    self._evaluated[id] = finished[-1]
+            known = self._evaluated.get(id) or self.groups.trajectories.get(id)
+            if known.outcome if known else id not in self._evaluated:
                 continue
-            known = self.groups.trajectories.get(id)
-            if known is None or known.outcome:
-                continue
-            if is_finished:
-                finished.append(await self.store.get(id))
-                self.groups.note(finished[-1])
-            else:
+            if state is TrajectoryState.FINISHED:
+                ended.append(id)
+            elif known:
                 self.groups.note(replace(known, state=state))
+        finished = await asyncio.gather(*map(self.store.get, ended))
+        for trajectory in finished:
+            if trajectory.id in self._evaluated:
+                self._evaluated[trajectory.id] = trajectory
+            else:
+                self.groups.note(trajectory)
         self.progress.num_finished += len(finished)
         self.progress.num_scored += sum(has_reward(t.outcome) for t in finished)
         self.progress.num_success += sum(is_success(t.outcome) for t in finished)

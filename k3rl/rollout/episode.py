@@ -95,8 +95,6 @@ class Episode:
     async def run(self) -> Outcome | None:
         """Play; returns the outcome, or None when the trajectory was paused."""
         await self._note(list(self.claim.acks))
-        if self.claim.outcome is not None:
-            return self.claim.outcome
         try:
             outcome = await self._play()
         except UncapturableTree as error:
@@ -288,8 +286,7 @@ class Episode:
 
     async def _note(self, acks: list[Ack]) -> None:
         if self.parts.ledger is not None and acks:
-            for ack in acks:
-                await asyncio.to_thread(self.parts.ledger.write, ack)
+            await asyncio.to_thread(self.parts.ledger.write, *acks)
 
     async def _close(self) -> None:
         """Free session and sandbox; what the sandbox refuses is no part of the outcome."""

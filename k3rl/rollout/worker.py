@@ -127,9 +127,10 @@ class RolloutWorker:
             holding = list(self._episodes)
             claims = await self.store.claim(worker_id, capacity, holding, CLAIM_WAIT_S)
             for claim in claims:
-                if claim.header.id in self._episodes:
+                # Finished: its episode here has ended meanwhile, or is about to, and noted all.
+                if claim.header.id in self._episodes or claim.outcome is not None:
                     continue
-                if self._is_paused and claim.outcome is None:
+                if self._is_paused:
                     with contextlib.suppress(Fenced):
                         await self.store.pause(claim.header.id, claim.epoch)
                 else:

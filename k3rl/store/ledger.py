@@ -32,20 +32,13 @@ class Ledger:
         self._cut_torn()
         fsync_folder(self.path.parent)
 
-    def write(self, ack: Ack) -> None:
-        """Note an acknowledgement durably, before the worker goes on.
+    def write(self, *acks: Ack) -> None:
+        """Note acknowledgements durably, before the worker goes on.
 
-        Raises StoreError when the disk refuses; the line is then not there, or only in part and
-        cut off before the next one.
+        Raises StoreError when the disk refuses; the last lines are then not there, or only in part
+        and cut off before the next one.
         """
-        line = {
-            "id": ack.id,
-            "context": ack.context,
-            "offset": ack.offset,
-            "count": ack.count,
-            "hash": ack.content_hash,
-        }
-        data = json.dumps(line).encode() + b"\n"
+        data = b"".join(_line(ack) for ack in acks)
         with self._guard:
             try:
                 self._cut_torn()
@@ -71,6 +64,17 @@ class Ledger:
             if self._handle >= 0:
                 os.close(self._handle)
                 self._handle = -1
+
+
+def _line(ack: Ack) -> bytes:
+    fields = {
+        "id": ack.id,
+        "context": ack.context,
+        "offset": ack.offset,
+        "count": ack.count,
+        "hash": ack.content_hash,
+    }
+    return json.dumps(fields).encode() + b"\n"
 
 
 def read_ledgers(folder: Path) -> set[Ack]:
