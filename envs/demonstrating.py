@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-VERBOSE_SHARE = 0.7
+VERBOSE_SHARE = 0.75
 """Of the turns: the thought restates what the turn is about to do."""
-WRONG_SHARE_VERBOSE = 0.43
-WRONG_SHARE_TERSE = 0.49
-"""Of the turns that call a tool and may be wrong: by their thoughts. They are below one half, so
-that the most likely token everywhere still solves the task."""
+WRONG_SHARE_VERBOSE = 0.54
+WRONG_SHARE_TERSE = 0.68
+"""Of the turns that call a tool and may be wrong: by their thoughts. A wrong turn has one character
+wrong, and any of several, so at each character the right one is still the most likely."""
 
 
 def draw_thought(

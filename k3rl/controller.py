@@ -253,8 +253,7 @@ class Controller:
         settings, levels = self.config.rollout, self.config.intensity.levels
         whole = settings.num_groups * settings.group_size * len(levels)
         share = round(settings.finished_fraction * whole, 6)  # 0.07 x 100 is above 7
-        there = self.progress.num_finished + len(self.groups.unfinished())
-        return min(math.ceil(share), there)
+        return min(math.ceil(share), self.progress.num_finished + len(self.groups.unfinished()))
 
     async def _begin(self, headers: list[TrajectoryHeader]) -> None:
         await self.store.begin(headers)

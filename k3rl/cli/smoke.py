@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 SFT_CONFIG, RL_CONFIG = Path("configs/nano_sft.yaml"), Path("configs/smoke.yaml")
 COLD_START = Path("tests/data/k3_nano_sft.safetensors")
 FEW_STEPS = (
+    "cluster.backend=local",
     "sft.num_steps=8",
     "sft.warmup_steps=0",
     "sft.log_every=4",

@@ -179,15 +179,6 @@ class StatePool:
         self.latents[:, :, :longest].index_copy_(1, slots, latents)
         self.lengths[slots] = state.lengths
 
-    def swap(self, one: int, other: int) -> None:
-        """Exchange the sequences in two slots."""
-        longest = int(max(self.lengths[one], self.lengths[other]))
-        for states in (self.kda, self.conv, self.latents[:, :, :longest]):
-            kept = states[:, one].clone()
-            states[:, one] = states[:, other]
-            states[:, other] = kept
-        self.lengths[[one, other]] = self.lengths[[other, one]]
-
     def require_room(self, num_tokens: int) -> None:
         """Raise EngineError unless a sequence of so many tokens fits."""
         if num_tokens > self.max_tokens:

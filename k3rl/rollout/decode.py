@@ -4,10 +4,6 @@ A lane that misses only its last token is stepped; others are extended, several 
 new version a lane that an older one has read is cleared and read again from its first token
 (`refresh`), so all of a lane's state always comes from one version.
 
-Lanes lie in the slots of a StatePool in any order. Those that are stepped are moved to its first
-slots, where the model works on them in place: a lane that comes or goes costs one move, copying
-all of them out and back would cost as much as the step itself.
-
 Axes: B lanes of an iteration, d hidden size.
 """
 
@@ -65,8 +61,8 @@ class LaneDecoder:
         self.stats, self.extend_every = EngineStats(), extend_every
         self.lanes = Lanes(num_lanes, max_tokens, model.config.vocab_size)
         self.pool = StatePool(model.config, num_lanes, max_tokens)
-        self.slots = np.array([self.pool.allocate() for _ in range(num_lanes)])
-        """[S] the pool's slot of every lane."""
+        for _ in range(num_lanes):
+            self.pool.allocate()
         self._since_extend = 0
         self.take(model, version)
 
@@ -92,13 +88,9 @@ class LaneDecoder:
 
     def load(self, lane: int, token_ids: Int32Array, state: ModelState) -> None:
         """Let a lane be what this version has made of `token_ids` elsewhere."""
-        self.pool.load(int(self.slots[lane]), state)
+        self.pool.load(lane, state)
         self.lanes.hold(lane, token_ids)
         self.lanes.num_fed[lane], self.lanes.version[lane] = len(token_ids), self.version
-
-    def export(self, lane: int) -> ModelState:
-        """The lane's state, copied."""
-        return self.pool.export(int(self.slots[lane]))
 
     def pick(self, rows: Rows) -> Mask:
         """Which of the lanes [B] the next iteration serves; at least one."""
@@ -161,27 +153,8 @@ class LaneDecoder:
 
     def _step(self, rows: Rows) -> Tensor:
         """Feed the last tokens; hidden [B, d]."""
-        self._move_to_front(rows)
-        order = np.argsort(self.slots[rows])
-        rows = rows[order]
         last = self.lanes.token_ids[rows, self.lanes.num_tokens[rows] - 1]
-        hidden = torch.empty(len(rows), self.model.config.hidden_size)
-        hidden[torch.from_numpy(order)] = self.model.step(
-            _int64(last), self.pool, torch.from_numpy(self.slots[rows])
-        )
-        return hidden
-
-    def _move_to_front(self, rows: Rows) -> None:
-        """Let the lanes [B] lie in the pool's first B slots."""
-        is_behind = self.slots[rows] >= len(rows)
-        if not is_behind.any():
-            return
-        others = np.flatnonzero(self.slots < len(rows))
-        coming, going = rows[is_behind], np.setdiff1d(others, rows)
-        came, went = self.slots[coming], self.slots[going]
-        for slot, other in zip(came.tolist(), went.tolist(), strict=True):
-            self.pool.swap(slot, other)
-        self.slots[coming], self.slots[going] = went, came
+        return self.model.step(_int64(last), self.pool, torch.from_numpy(rows))
 
     def _extend(self, rows: Rows) -> Tensor:
         """Feed all unread tokens; hidden of the last ones [B, d]."""
@@ -193,7 +166,7 @@ class LaneDecoder:
             _int64(np.concatenate(unread)),
             torch.from_numpy(np.concatenate([[0], ends])),
             self.pool,
-            torch.from_numpy(self.slots[rows]),
+            torch.from_numpy(rows),
         )
         return hidden[torch.from_numpy(ends - 1)]
 
@@ -201,7 +174,7 @@ class LaneDecoder:
         """Clear the states that another version has read, or that are of no use."""
         lanes = self.lanes
         for lane in rows[lanes.version[rows] != self.version].tolist():
-            self.pool.clear(int(self.slots[lane]))
+            self.pool.clear(lane)
             count = int(lanes.num_tokens[lane])
             if lanes.num_fed[lane]:
                 self.stats.num_refreshes += 1

@@ -171,7 +171,7 @@ class NativeEngine:
             raise EngineError(f"trajectory {trajectory_id}: no model state is kept here")
         read = lanes.token_ids[lane, : lanes.num_fed[lane]].copy()
         kept = KeptState(trajectory_id, int(lanes.version[lane]), read)
-        return pack_state(kept, decoder.export(lane))
+        return pack_state(kept, decoder.pool.export(lane))
 
     async def import_state(self, trajectory_id: TrajectoryId, state: bytes) -> None:
         """Take over a state; one of another version is dropped, and the context read afresh.
@@ -273,7 +273,8 @@ class NativeEngine:
     def _iterate(self) -> None:
         """One token for every request that is served now, and the deltas that are due."""
         decoder = self._decoder_or_refuse()
-        seated = [(live.lane, live) for live in self._live.values() if live.lane is not None]
+        # The model is fastest on neighbouring slots.
+        seated = sorted((live.lane, live) for live in self._live.values() if live.lane is not None)
         rows = np.array([lane for lane, _ in seated])
         picked = decoder.pick(rows)
         rows = rows[picked]
