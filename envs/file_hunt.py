@@ -37,8 +37,9 @@ MAX_WRONG_TURNS = 3
 FOLDERS = "abcdefgh"
 LETTERS = "jkmnpqrstuvwxyz"
 PROMPT = "Follow the pointers and submit the number: "
-KINDS = ("cat", "ls", "grep")
-KIND_SHARES = (0.8, 0.1, 0.1)
+KIND_SHARES = {"cat": 0.8, "ls": 0.1, "grep": 0.1}
+KINDS = tuple(KIND_SHARES)
+"""What resolves the last pointer, most often cat."""
 NUM_DECOYS = 6
 POINTER = re.compile(r"[a-z]/([a-z]\d| [a-z]{2})?|\d{3}")
 """A pointer, or the number at the end of the way."""
@@ -111,12 +112,18 @@ class FileHunt(ToolSession):
 
     sandbox_spec = SandboxSpec(environment={"LC_ALL": "C"}, executables=("ls", "cat", "grep"))
 
-    def __init__(self, spec: EnvSpec, max_pointers: int = MAX_POINTERS) -> None:
-        """Tasks have 1 to `max_pointers` pointers, 3 at most."""
+    def __init__(
+        self, spec: EnvSpec, max_pointers: int = MAX_POINTERS, kinds: Sequence[str] = KINDS
+    ) -> None:
+        """Tasks have 1 to `max_pointers` pointers, 3 at most; `kinds` resolve the last of them."""
         if not 1 <= max_pointers <= MAX_POINTERS:
             raise UserInputError(f"{spec.id}: max_pointers is 1 to {MAX_POINTERS}")
+        if not kinds or not set(kinds) <= set(KINDS):
+            raise UserInputError(f"{spec.id}: kinds {list(kinds)}: use {', '.join(KINDS)}")
         super().__init__(spec)
         self._max_pointers = max_pointers
+        shares = np.array([share * (kind in kinds) for kind, share in KIND_SHARES.items()])
+        self._kind_shares = shares / shares.sum()
 
     def make_tools(self) -> Sequence[Tool]:
         """`ls`, `cat`, `grep`, `submit`."""
@@ -130,7 +137,7 @@ class FileHunt(ToolSession):
     def _metadata(self, seed: int) -> JsonObject:
         rng = philox(seed, "task")
         num_pointers = 1 + int(rng.integers(self._max_pointers))
-        kind = str(rng.choice(KINDS, p=KIND_SHARES))
+        kind = str(rng.choice(KINDS, p=self._kind_shares))
         # ls takes a call more than its pointer; with three it would be five calls to the end.
         return {"num_pointers": min(num_pointers, 2 if kind == "ls" else 3), "kind": kind}
 

@@ -51,8 +51,8 @@ from k3rl.types import (
     to_plain,
 )
 
-CHANGES_DISTANCE_S, CHANGES_WAIT_S = 0.1, 2.0
-"""Between two looks at the store's changes; how long one look waits for the next change."""
+CHANGES_WAIT_S = 2.0
+"""How long one look at the store's changes waits for the next."""
 
 
 @dataclass(slots=True)
@@ -262,7 +262,6 @@ class Controller:
 
     async def _take_changes(self, wait_s: float) -> list[Trajectory]:
         """Follow the store; returns what has newly finished."""
-        await asyncio.sleep(CHANGES_DISTANCE_S if wait_s else 0.0)
         changes = await self.store.changes(self._cursor, wait_s)
         self._cursor = changes.cursor
         ended = []

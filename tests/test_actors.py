@@ -147,6 +147,31 @@ def test_a_trainer_in_an_actor_publishes_its_first_weights_and_refuses_out_of_or
     asyncio.run(go())
 
 
+def test_calls_that_follow_a_message_wait_for_each_other():
+    messages = []
+
+    async def send_all(calls):
+        messages.append([method for method, _ in calls])
+        return [actors.OK + method.encode() for method, _ in calls]
+
+    async def later(together, method, delay_s):
+        await asyncio.sleep(delay_s)
+        return actors.result(await together.send(method, []))
+
+    async def go():
+        together = actors.Together(send_all, distance_s=0.5)
+        assert actors.result(await together.send("a", [])) == b"a"
+        calls = [later(together, method, n / 100) for n, method in enumerate("bcd")]
+        assert await asyncio.gather(*calls) == [b"b", b"c", b"d"]
+        await asyncio.sleep(0.6)
+        began = asyncio.get_running_loop().time()
+        await together.send("e", [])
+        assert asyncio.get_running_loop().time() - began < 0.4, "nothing to keep a distance from"
+
+    asyncio.run(go())
+    assert messages == [["a"], ["b", "c", "d"], ["e"]]
+
+
 @pytest.mark.ray
 def test_a_lost_worker_is_told_and_revived_as_a_new_process(tmp_path, valkey, cluster):
     async def go():

@@ -90,6 +90,13 @@ def test_splits_stay_disjoint_across_settings():
     assert len(heldout) > 10
 
 
+def test_hunts_can_be_of_some_kinds_only():
+    env = registry.make("k3rl/FileHunt-v0", kinds=["ls", "grep"])
+    kinds = [env.task("train", index).metadata["kind"] for index in range(100)]
+    assert min(kinds.count("ls"), kinds.count("grep")) > 30
+    assert kinds.count("ls") + kinds.count("grep") == 100
+
+
 def test_hunt_shapes():
     env = registry.make("k3rl/FileHunt-v0")
     tasks = [env.task("train", index) for index in range(1000)]
@@ -300,6 +307,8 @@ def test_another_process_carries_on_from_a_snapshot(tmp_path, env_id):
     ("env_id", "kwargs"),
     [
         ("k3rl/FileHunt-v0", {"max_pointers": 4}),
+        ("k3rl/FileHunt-v0", {"kinds": ["cat", "find"]}),
+        ("k3rl/FileHunt-v0", {"kinds": []}),
         ("k3rl/PythonMath-v0", {"datasets": ["algebra"]}),
         ("k3rl/PythonMath-v0", {"max_terms": 1}),
     ],

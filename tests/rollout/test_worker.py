@@ -124,6 +124,16 @@ async def test_at_most_so_many_trajectories_are_played_at_once(shop):
     assert compare_ledger(shop.host.root, shop.config.run_folder / "ledger").is_exact
 
 
+@in_shop()
+async def test_an_acknowledgement_is_noted_once(shop):
+    """Claims that cross the end of a trajectory must not bring it back."""
+    await shop.begin(40)
+    await shop.until_finished(40)
+    await shop.stop()
+    lines = (shop.config.run_folder / "ledger" / "w.jsonl").read_text().splitlines()
+    assert len(lines) == len(set(lines)) > 40
+
+
 @in_shop(*PACED)
 async def test_pause_returns_when_all_is_given_back_and_nothing_is_claimed_after(shop):
     ids = await shop.begin(6)

@@ -31,6 +31,14 @@ def test_a_ledger_survives_being_cut_short(tmp_path):
     assert len(read_ledgers(tmp_path)) == 2
 
 
+def test_several_acknowledgements_are_noted_at_once(tmp_path):
+    acks = [Ack(ACK.id, 0, offset, 64, ACK.content_hash) for offset in (5, 69, 133)]
+    ledger = Ledger(tmp_path / "w.jsonl")
+    ledger.write(*acks)
+    ledger.close()
+    assert read_ledgers(tmp_path) == set(acks)
+
+
 def test_a_bad_line_is_named(tmp_path):
     (tmp_path / "w.jsonl").write_bytes(b'{"id": "ab"}\n')
     with pytest.raises(CorruptData, match=r"w\.jsonl: byte 0: line"):
