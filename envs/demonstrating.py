@@ -17,7 +17,7 @@ VERBOSE_SHARE = 0.75
 WRONG_SHARE_VERBOSE = 0.54
 WRONG_SHARE_TERSE = 0.68
 """Of the turns that call a tool and may be wrong: by their thoughts. A wrong turn has one character
-wrong, and any of several, so at each character the right one is still the most likely."""
+wrong, any of several in any of several ways, so the right one stays the most likely by itself."""
 
 
 def draw_thought(

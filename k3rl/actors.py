@@ -190,7 +190,7 @@ class Together:
         send_all: Callable[[list[Call]], Awaitable[list[bytes]]],
         distance_s: float = DISTANCE_S,
     ) -> None:
-        """`send_all` returns a reply frame for each call; it is called every `distance_s`."""
+        """`send_all` returns a reply frame for each call; calls of it begin `distance_s` apart."""
         self._send_all, self._distance_s = send_all, distance_s
         self._last_sent = -math.inf
         self._pending: list[tuple[Call, asyncio.Future[bytes]]] = []

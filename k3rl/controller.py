@@ -267,7 +267,8 @@ class Controller:
         ended = []
         for id, state in changes.items:
             known = self._evaluated.get(id) or self.groups.trajectories.get(id)
-            if known.outcome if known else id not in self._evaluated:
+            is_ours = known is not None or id in self._evaluated
+            if not is_ours or (known is not None and known.outcome):
                 continue
             if state is TrajectoryState.FINISHED:
                 ended.append(id)
