@@ -259,11 +259,11 @@ def demonstrator(task: Task, transcript: Sequence[Message], rng: np.random.Gener
     turn = _go(pointer)
     (call,) = turn.tool_calls
     if call.tool == "submit":
-        words = ("the number is", "so the value is", "now submit", "yes")
+        words = ("the number is", "so the value is", "now submit", "yes", "just")
         said = [f"{each} {pointer}" for each in words]
         return replace(turn, think=draw_thought("found", said, rng)[0])
     path = call.arguments["path"]
-    words = ("the path is", f"so the call is {call.tool}", "now follow", "yes")
+    words = ("the path is", f"so the call is {call.tool}", "now follow", "yes", "just")
     thought, is_verbose = draw_thought("follow", [f"{each} {path}" for each in words], rng)
     num_turns = sum(message.role == "assistant" for message in transcript)
     if num_turns - num_right < MAX_WRONG_TURNS and slips(is_verbose, rng):

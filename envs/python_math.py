@@ -162,11 +162,11 @@ def demonstrator(task: Task, transcript: Sequence[Message], rng: np.random.Gener
     """The oracle with thoughts, and with programs that have one digit wrong and are then mended."""
     turn = oracle(task, transcript, rng)
     if not turn.tool_calls:
-        words = ("the number is", "so the answer is", "now say")
+        words = ("the number is", "so the answer is", "now say", "yes")
         thought, _ = draw_thought("answer", [f"{each} {turn.content}" for each in words], rng)
         return replace(turn, think=thought)
     code = turn.tool_calls[0].arguments["code"]
-    words = ("the code is", "so the call is", "now run")
+    words = ("the code is", "so the call is", "now run", "yes")
     thought, is_verbose = draw_thought("compute", [f"{each} {code}" for each in words], rng)
     num_wrong = sum(message.role == "assistant" for message in transcript)
     if num_wrong < MAX_WRONG_TURNS and slips(is_verbose, rng):

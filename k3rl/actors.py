@@ -176,6 +176,10 @@ class LearnerActor:
 
         return await answer(work)
 
+    async def pid(self) -> int:
+        """The process this learner runs in."""
+        return os.getpid()
+
 
 class Together:
     """Sends calls that meet as one message: what comes while one is under way goes with the next.
@@ -293,7 +297,7 @@ class RayWorker:
 
     async def pid(self) -> int:
         """The process of the present actor, for tests and for `ps`."""
-        return cast(int, await self._actor.pid.remote())
+        return await pid_of(self._actor)
 
     async def revive(self) -> None:
         """A new actor. An old one that only could not be reached must not play on."""
@@ -332,6 +336,11 @@ def start_learner(config: Config, store: Any) -> Any:
     """The handle of a new LearnerActor."""
     actor = ray.remote(LearnerActor).options(num_cpus=0, resources={"learner": 1})
     return actor.remote(config.model_dump_json(), store)
+
+
+async def pid_of(handle: Any) -> int:
+    """The process of an actor, once it runs."""
+    return cast(int, await handle.pid.remote())
 
 
 def start_workers(config: Config, store: Any) -> list[RayWorker]:

@@ -87,8 +87,9 @@ async def _ray(config: Config) -> AsyncIterator[Parts]:
         await _started("store", store.stats())
         trainer, starting = None, []
         if config.algorithm != "none":
-            trainer = actors.trainer_proxy(actors.start_learner(config, store_handle))
-            starting.append(_started("learner", trainer.start()))
+            learner = actors.start_learner(config, store_handle)
+            trainer = actors.trainer_proxy(learner)
+            starting.append(_started("learner", actors.pid_of(learner)))
         try:
             workers += actors.start_workers(config, store_handle)
             await asyncio.gather(*starting, *(worker.started() for worker in workers))

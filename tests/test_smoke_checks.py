@@ -65,6 +65,17 @@ def test_too_few_held_out_tasks_and_a_control_that_learns_are_seen():
     assert failed(checks.control(summary())) == ["rise with permuted rewards, T = 1"]
 
 
+@pytest.mark.parametrize(
+    ("losses", "is_met"),
+    [([5, 4, 2, 1], True), ([4, 6, 3, 4.5], True), ([4, 4, 4, 4], False), ([5, 3, 4.5, 4], False)],
+)
+def test_fine_tuning_is_judged_by_the_means_of_its_halves(tmp_path, losses, is_met):
+    (tmp_path / "sft").mkdir()
+    rows = [json.dumps({metrics.SFT_LOSS: loss}) for loss in losses]
+    (tmp_path / "sft" / "metrics.jsonl").write_text("\n".join(rows))
+    assert checks.sft_loss_falls(tmp_path).is_met == is_met
+
+
 def test_updates_without_step_tokens_or_comparison_are_seen(tmp_path):
     settings = resolve(
         {"run": {"name": "s", "folder": str(tmp_path), "iterations": 4}, "envs": [{"id": "e"}]}, "t"

@@ -42,11 +42,11 @@ FEW_STEPS = (
     "sft.num_steps=8",
     "sft.warmup_steps=0",
     "sft.log_every=4",
-    "sft.batch_tokens=8192",
+    "sft.batch_tokens=4096",
     "rollout.num_groups=2",
-    "rollout.group_size=8",
-    "optimiser.matrix_lr=0.0005",
-    "optimiser.vector_lr=0.0005",
+    "rollout.group_size=4",
+    "optimiser.matrix_lr=0.0002",
+    "optimiser.vector_lr=0.0002",
 )
 """The path is proven, the loss falls; one batch holds about all demonstrations."""
 TASKS_PER_SEED = 1000
@@ -54,7 +54,7 @@ TASKS_PER_SEED = 1000
 KILL_ITERATION = 2
 KILL_FRACTION = 0.3
 """Of the iteration's trajectories that have finished when a worker is killed."""
-MEMORY_EVERY_S = 2.0
+MEMORY_EVERY_S = 4.0
 
 
 @dataclass(slots=True)

@@ -59,9 +59,9 @@ def pack(
 ) -> Packed:
     """Pack contexts, longest first, into batches of at most `micro_batch_tokens` tokens.
 
-    A longer context makes a batch of its own. Tokens older than `max_staleness` versions have
-    weight 0. Raises UserInputError for tokens of a version that the learner has not reached, or
-    without a finite log-prob.
+    A longer context makes a batch of its own; anchored contexts are packed apart from others.
+    Tokens older than `max_staleness` versions have weight 0. Raises UserInputError for tokens of a
+    version that the learner has not reached, or without a finite log-prob.
     """
     stored = list(stored)
     single = [_single(item, version, max_staleness) for item in stored]
@@ -76,8 +76,12 @@ def pack(
         if scored.any()
     ]
     indices = {int(item.batch.trajectory_index[0]) for item in cut}
-    batches = [join(group) for group in _groups(cut, micro_batch_tokens)]
     anchored = frozenset(item.trajectory_index for item in stored if item.is_anchored)
+    batches = [
+        join(group)
+        for part in _parted(cut, anchored)
+        for group in _groups(part, micro_batch_tokens)
+    ]
     num_scored = sum(int(scored.sum()) for scored in trains)
     return Packed(batches, num_scored, stale, len(indices), anchored & indices)
 
@@ -94,6 +98,13 @@ def join(items: Sequence[MicroBatch]) -> MicroBatch:
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     batch = PackedBatch(cu_seqlens=starts, **arrays)
     return MicroBatch(batch, np.concatenate([item.is_fresh for item in items]))
+
+
+def _parted(items: list[MicroBatch], anchored: frozenset[int]) -> tuple[list[MicroBatch], ...]:
+    """Contexts that need the reference's log-probs, and those to be spared its forward pass."""
+    is_anchored = [int(item.batch.trajectory_index[0]) in anchored for item in items]
+    pairs = list(zip(items, is_anchored, strict=True))
+    return [item for item, yes in pairs if yes], [item for item, yes in pairs if not yes]
 
 
 def _groups(items: list[MicroBatch], most: int) -> list[list[MicroBatch]]:

@@ -65,9 +65,9 @@ class K3Trainer:
         """None before `start`, and after an update that broke off half done."""
         self.next_update = 0
         self.manifest: JsonObject = {}
+        """Of the version that was published last."""
         self._reference: K3Learner | None = None
         """Holds the weights the run started from; only with `objective.reference_coef`."""
-        """Of the version that was published last."""
 
     async def start(self) -> TrainerState:
         """Load the newest checkpoint, or the policy's first weights, and publish them.

@@ -28,6 +28,8 @@ from k3rl.store.ledger import Ledger
 from k3rl.store.protocol import Claim, TrajectoryStore
 from k3rl.types import JsonObject, TrajectoryId
 
+CLAIM_SIZE = 8
+"""Most trajectories of one claim: workers that have room for all that is queued share it."""
 CLAIM_WAIT_S = 0.25
 """How long a claim waits for work; also how long a pause may have to wait for a claim."""
 
@@ -125,7 +127,8 @@ class RolloutWorker:
             return
         async with self._claiming:
             holding = list(self._episodes)
-            claims = await self.store.claim(worker_id, capacity, holding, CLAIM_WAIT_S)
+            count = min(capacity, CLAIM_SIZE)
+            claims = await self.store.claim(worker_id, count, holding, CLAIM_WAIT_S)
             for claim in claims:
                 # Finished: its episode here has ended meanwhile, or is about to, and noted all.
                 if claim.header.id in self._episodes or claim.outcome is not None:

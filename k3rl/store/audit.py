@@ -55,13 +55,14 @@ class LedgerReport:
         )
 
 
-def compare_ledger(root: Path, ledger_dir: Path) -> LedgerReport:
+def compare_ledger(root: Path, ledger_dir: Path, reader: StoreReader | None = None) -> LedgerReport:
     """Compare a store root with the ledgers of all its writers.
 
-    The entries of a trajectory must tile what it stores itself, from the branch point on, tokens of
-    an unfinished step included, and each hash must be that of the stored tokens.
+    `reader` is one that has the root open already. The entries of a trajectory must tile what it
+    stores itself, from the branch point on, tokens of an unfinished step included, and each hash
+    must be that of the stored tokens.
     """
-    reader = StoreReader(root)
+    reader = reader or StoreReader(root)
     acks = read_ledgers(ledger_dir)
     report = LedgerReport(num_entries=len(acks))
     entries: dict[tuple[TrajectoryId, int], list[Ack]] = defaultdict(list)

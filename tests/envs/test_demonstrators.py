@@ -13,7 +13,7 @@ from k3rl.sandboxes.factory import open_backend
 from k3rl.types import philox
 
 MODULES = {"k3rl/FileHunt-v0": file_hunt, "k3rl/PythonMath-v0": python_math}
-NUM_RESTATEMENTS = {"k3rl/FileHunt-v0": 4, "k3rl/PythonMath-v0": 3}
+NUM_RESTATEMENTS = {"k3rl/FileHunt-v0": 5, "k3rl/PythonMath-v0": 4}
 NUM_TASKS = 60
 
 

@@ -60,6 +60,15 @@ def test_a_sequence_longer_than_the_limit_is_a_batch_of_its_own():
     assert [len(m.batch.token_ids) for m in step.micro_batches] == [100, 20]
 
 
+def test_anchored_contexts_share_no_batch_with_others():
+    """The reference policy has to read anchored contexts only."""
+    items = [replace(stored(i, count=9 + i), is_anchored=i in (1, 4)) for i in range(6)]
+    step = packed(items, version=1, micro_batch_tokens=64)
+    members = [sorted(set(m.batch.trajectory_index.tolist())) for m in step.micro_batches]
+    assert members == [[1, 4], [0, 2, 3, 5]]
+    assert step.anchored == {1, 4}
+
+
 def test_age_is_judged_span_by_span():
     spans = ((0, 0, 0), (2, 3, 3), (4, 4, 3), (6, 5, 5), (8, 9, 9))
     step = packed([stored(spans=spans, count=10)], version=9, max_staleness=5)
