@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import json
 import os
 import shutil
 import tempfile
@@ -122,6 +123,21 @@ async def test_at_most_so_many_trajectories_are_played_at_once(shop):
     assert [t.outcome.reward for t in stored] == [1.0] * 5
     await shop.stop()
     assert compare_ledger(shop.host.root, shop.config.run_folder / "ledger").is_exact
+
+
+@in_shop(*PACED, "rollout.trajectories_per_worker=24")
+async def test_workers_with_room_for_all_that_is_queued_share_it(shop):
+    other = RolloutWorker(shop.config, shop.store)
+    running = asyncio.create_task(other.run("v"))
+    await shop.begin(24)
+    await shop.until_finished(24)
+    await other.stop()
+    await running
+    await shop.stop()
+    ledgers = (shop.config.run_folder / "ledger").glob("*.jsonl")
+    shares = [{json.loads(line)["id"] for line in path.open()} for path in ledgers]
+    assert sorted(map(len, shares))[0] >= 8
+    assert len(set.union(*shares)) == sum(map(len, shares)) == 24
 
 
 class LateClaims:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from k3rl.blobs import BlobStore
 from k3rl.errors import CapabilityMissing, SandboxError, UserInputError
+from k3rl.sandboxes import probe
 from k3rl.sandboxes.base import Capability, ExecRequest, run
 from k3rl.sandboxes.bwrap import BwrapBackend, bwrap_version, find_bwrap, find_inside
 from k3rl.sandboxes.cache import LayerCache
@@ -375,6 +376,33 @@ def test_unconfined_execution_must_be_asked_for(tmp_path):
         open_backend("process", blobs, tmp_path / "scratch")
     with pytest.raises(UserInputError, match="choose bwrap or process"):
         open_backend("docker", blobs, tmp_path / "scratch")
+
+
+RESTLESS_DAEMON = """
+cat > restless.py <<'END'
+import itertools, os
+handle = os.open("beat", os.O_RDWR | os.O_CREAT)
+for turn in itertools.count():
+    os.ftruncate(handle, 1 + turn % 1000)
+END
+setsid timeout 3 python3 restless.py </dev/null >/dev/null 2>&1 &
+while ! test -s beat; do sleep 0.01; done
+"""
+
+
+def test_a_survivor_that_writes_while_it_is_looked_at_is_only_a_missing_capability(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(probe, "DAEMON", RESTLESS_DAEMON)
+    backend = open_backend("process", BlobStore(tmp_path / "b"), tmp_path / "s", True)
+
+    async def look():
+        try:
+            return await backend.capabilities()
+        finally:
+            await backend.aclose()
+
+    assert Capability.KILLS_DESCENDANTS not in asyncio.run(look())
 
 
 def test_the_doctor_finds_what_this_machine_has():
