@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-VERBOSE_SHARE = 0.82
+VERBOSE_SHARE = 0.75
 """Of the turns: the thought restates what the turn is about to do."""
 WRONG_SHARE_VERBOSE = 0.58
-WRONG_SHARE_TERSE = 0.72
+WRONG_SHARE_TERSE = 0.78
 """Of the turns that call a tool and may be wrong: by their thoughts. A wrong turn has one character
 wrong, any of several in any of several ways, so the right one stays the most likely by itself."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,13 @@ def _dataset(name: str, max_terms: int, max_digits: int) -> Any:
     )
 
 
+@lru_cache(4096)
+def _drawn(name: str, max_terms: int, max_digits: int, seed: int) -> dict[str, Any]:
+    """An entry; a task asks for its own again and again: drawn, shown, answered and scored."""
+    entry: dict[str, Any] = _dataset(name, max_terms, max_digits)[seed]
+    return entry
+
+
 def _entry(seed: int, metadata: JsonObject) -> tuple[Any, dict[str, Any]]:
     """The dataset that scores a task, and the task's entry in it."""
     name = metadata.get("dataset")
@@ -58,7 +65,7 @@ def _entry(seed: int, metadata: JsonObject) -> tuple[Any, dict[str, Any]]:
     if name not in DATASETS or not isinstance(max_terms, int) or not isinstance(max_digits, int):
         raise UserInputError(f"k3rl/PythonMath-v0: no problem has {metadata}")
     dataset = _dataset(name, max_terms, max_digits)
-    return dataset, dataset[seed]
+    return dataset, _drawn(name, max_terms, max_digits, seed)
 
 
 def _expression(seed: int, metadata: JsonObject) -> str:

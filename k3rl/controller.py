@@ -149,12 +149,15 @@ class Controller:
                 await self.supervisor.guard(self._evaluate(progress.iteration))
             await self.supervisor.guard(self.supervisor.stop())
             await self.store.pin()
-            trajectories, stats = await self.store.trajectories(), await self.store.stats()
+            unfinished = (self.store.get(t.id) for t in self.groups.unfinished())
+            for trajectory in await asyncio.gather(*unfinished):
+                self.groups.note(trajectory)
+            stats = await self.store.stats()
         finally:
             await self.supervisor.aclose()
             self.metrics.close()
         return Summary(
-            [t for t in trajectories if t.header.key.run_id == self.config.run.name],
+            list(self.groups.trajectories.values()),
             time.monotonic() - began,
             progress.iteration,
             self.supervisor.num_restarts,
@@ -351,12 +354,10 @@ class Controller:
 
     def _load(self) -> None:
         try:
-            saved = json.loads(self._path.read_text())
-            before = Counter({str(k): int(n) for k, n in saved["finished_before"].items()})
-            self._saved = _Saved(int(saved["iteration"]), before, list(saved["worker_ids"]))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            self._saved = from_plain(_Saved, json.loads(self._path.read_text()))
+        except ValueError as error:
             raise ConfigError(
-                f"{self._path}: not what a controller wrote ({error!r}); remove it to begin an"
+                f"{self._path}: not what a controller wrote ({error}); remove it to begin an"
                 " iteration with what the store holds"
             ) from None
 
@@ -370,12 +371,7 @@ class Controller:
         self._write()
 
     def _write(self) -> None:
-        saved = {
-            "iteration": self._saved.iteration,
-            "finished_before": self._saved.finished_before,
-            "worker_ids": self._saved.worker_ids,
-        }
-        replace_file(self._path, json.dumps(saved))
+        replace_file(self._path, json.dumps(to_plain(self._saved)))
 
 
 def _by_level(finished: Iterable[Trajectory]) -> dict[str, float]:

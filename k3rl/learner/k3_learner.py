@@ -172,7 +172,8 @@ class K3Learner:
                 slopes.append(leaf.grad)
                 losses[rows] = loss.detach().double().numpy() / denominators.num_policy_tokens
                 logprobs[rows] = found
-            torch.autograd.backward(read, torch.cat(slopes))
+            # Not `backward(read, slopes)`: torch would import sympy first, which takes seconds.
+            torch.autograd.backward((read * torch.cat(slopes)).sum())
         self.policy_logprobs = logprobs
         shares = np.add.reduceat(losses, batch.cu_seqlens[:-1])
         return LearnStats(
