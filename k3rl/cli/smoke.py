@@ -126,7 +126,8 @@ def smoke(
     else:
         found += checks.learning(summary)
         found += checks.machinery(settings, summary, killer.pid)
-    limits = (checks.SCRATCH_LIMIT_S if scratch else checks.LIMIT_S), checks.MEMORY_LIMIT_BYTES
+    limit_s = checks.CONTROL_LIMIT_S if control else checks.LIMIT_S
+    limits = (checks.SCRATCH_LIMIT_S if scratch else limit_s), checks.MEMORY_LIMIT_BYTES
     found += checks.resources(time.monotonic() - began, meter.peak_bytes, *limits)
     show(console, found)
     page = write_report(settings.run_folder, f"k3rl smoke, seed {seed}", found)
