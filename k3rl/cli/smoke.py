@@ -126,8 +126,7 @@ def smoke(
     else:
         found += checks.learning(summary)
         found += checks.machinery(settings, summary, killer.pid)
-    limit_s = checks.CONTROL_LIMIT_S if control else checks.LIMIT_S
-    limits = (checks.SCRATCH_LIMIT_S if scratch else limit_s), checks.MEMORY_LIMIT_BYTES
+    limits = (checks.SCRATCH_LIMIT_S if scratch else checks.LIMIT_S), checks.MEMORY_LIMIT_BYTES
     found += checks.resources(time.monotonic() - began, meter.peak_bytes, *limits)
     show(console, found)
     page = write_report(settings.run_folder, f"k3rl smoke, seed {seed}", found)
