@@ -1,4 +1,4 @@
-"""Weights as safetensors: on disk, and in memory for published versions. Never a pickle.
+"""Weights as one safetensors file: on disk, and in memory for published versions. Never a pickle.
 
 Names are those of the release below its text prefix; the routed experts of a layer are stacked as
 `...experts.w1` [E, expert, latent], `w2` [E, latent, expert], `w3`. The config travels in the
@@ -21,15 +21,15 @@ from safetensors.torch import save as write_tensors
 from torch import Tensor
 
 from k3rl.errors import ConfigError, CorruptData, SchemaTooNew
-from k3rl.model.config import ModelConfig, load_config
+from k3rl.model.config import ModelConfig
 from k3rl.model.model import K3Model
+from k3rl.model.released import ALWAYS_WIDE, load_released, meta_model
+from k3rl.model.released_config import read_config
 from k3rl.types import Digest, canonical_json, digest_bytes
 
 _KEY = "k3rl"
 _SCHEMA = 1
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-# Float32 in the release whatever the rest is.
-_ALWAYS_WIDE = ("conv1d.weight", "dt_bias", "A_log", "e_score_correction_bias", "o_norm.weight")
 
 
 def to_bytes(
@@ -43,7 +43,7 @@ def to_bytes(
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu()
         if dtype is not None:
-            tensor = tensor.to(torch.float32 if name.endswith(_ALWAYS_WIDE) else dtype)
+            tensor = tensor.to(torch.float32 if name.endswith(ALWAYS_WIDE) else dtype)
         stored[name] = tensor.contiguous()
     head = canonical_json({"schema": _SCHEMA, "config": config.to_json()}).decode()
     return write_tensors(stored, {_KEY: head})
@@ -84,9 +84,7 @@ def from_bytes(data: bytes, source: str = "weights") -> tuple[ModelConfig, dict[
 
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    with torch.device("meta"):
-        model = K3Model(config, seed=None)
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return {name: tuple(tensor.shape) for name, tensor in meta_model(config).state_dict().items()}
 
 
 def _same_names(source: str, found: set[str], expected: set[str]) -> None:
@@ -130,11 +128,20 @@ def load_model(path: Path) -> K3Model:
     return model
 
 
-def first_model(checkpoint: str | None, model: str | None, seed: int) -> K3Model | None:
-    """What a policy starts from: a checkpoint file, else random weights of a model YAML by `seed`.
+def open_model(path: Path | str) -> K3Model:
+    """A float32 model from one file of ours or a folder in the released layout.
 
-    None when neither is named. Raises as `load` and `load_config`.
+    Raises as `load` and `load_released`.
+    """
+    path = Path(path)
+    return load_released(path) if path.is_dir() else load_model(path)
+
+
+def first_model(checkpoint: str | None, model: str | None, seed: int) -> K3Model | None:
+    """What a policy starts from: a checkpoint, else random weights of a model config by `seed`.
+
+    None when neither is named. Raises as `open_model` and `read_config`.
     """
     if checkpoint is not None:
-        return load_model(Path(checkpoint))
-    return None if model is None else K3Model(load_config(model), seed=seed)
+        return open_model(checkpoint)
+    return None if model is None else K3Model(read_config(model), seed=seed)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from k3rl.model.dispatch import operation
 from k3rl.model.layout import Layout
 from k3rl.model.ops import applied
 
@@ -36,19 +37,20 @@ class _ShiftedSum(Function):
         return d_x, d_taps
 
 
+@operation
 def causal_conv(
     x: Tensor, taps: Tensor, layout: Layout, history: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Convolve each sequence with its own past.
 
     Args:
-        x: [T, channels], packed.
+        x: [T', channels], packed; rows from T on are padding.
         taps: [J, channels], oldest first.
         layout: Of the N sequences.
         history: [N, J - 1, channels] inputs before the first token, oldest first; None: zeros.
 
     Returns:
-        [T, channels], and the history after the last token [N, J - 1, channels].
+        [T', channels], and the history after the last token [N, J - 1, channels].
 
     """
     reach = len(taps) - 1

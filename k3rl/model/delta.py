@@ -183,6 +183,40 @@ def delta_tiles(
     return out, after
 
 
+def delta_pairs(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor,
+    rounds: tuple[int, ...],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As `delta_tiles` for log-decays without a bound, which no split of exponents survives.
+
+    Row by row of the tile every exponent G_i - G_j is formed before it is exponentiated. Slower,
+    and the gradient is autograd's.
+    """
+    running = torch.matmul(g.new_ones(TILE, TILE).tril_(), g)
+    raw_columns, within_columns = [], []
+    for column in range(TILE):
+        # Rows above the column are cut away below; capping their exponent keeps them finite.
+        fall = (running - running[:, :, column : column + 1]).clamp(max=0.0).exp()
+        key = k[:, :, column : column + 1] * fall
+        raw_columns.append((k * key).sum(-1))
+        within_columns.append((q * key).sum(-1))
+    raw, within = torch.stack(raw_columns, -1).tril(-1), torch.stack(within_columns, -1).tril()
+    eye = torch.eye(TILE, dtype=g.dtype, device=g.device)
+    lower = eye + raw * beta.unsqueeze(-1)
+    write = torch.linalg.solve_triangular(lower, torch.diag_embed(beta), upper=False)
+    decay, last = running.exp(), running[:, :, -1:]
+    erase, update = torch.matmul(write, k * decay), torch.matmul(write, v)
+    k_out, q_in, keep = k * (last - running).exp(), q * decay, last.exp().transpose(2, 3)
+    outs = []
+    for part, count in zip(_rounds(rounds), rounds, strict=True):
+        now = state[:count]
+        fresh = update[part] - torch.matmul(erase[part], now)
+        outs.append(torch.matmul(q_in[part], now) + torch.matmul(within[part], fresh))
+        after = now * keep[part] + torch.matmul(k_out[part].transpose(2, 3), fresh)
+        state = torch.cat([after, state[count:]])
+    return torch.cat(outs), state
+
+
 def delta_step(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> Tensor:

@@ -45,4 +45,5 @@ def _own_std(name: str, parameter: nn.Parameter) -> float:
     """1/sqrt(columns): embeddings of unit length. Half that for the head: near-uniform laws."""
     if name == "lm_head.weight":
         return 0.5 / math.sqrt(parameter.shape[-1])
-    return 1.0 / math.sqrt(parameter.shape[-1])
+    columns = parameter[0].numel() if "patch_embed.proj" in name else parameter.shape[-1]
+    return 1.0 / math.sqrt(columns)

@@ -2,7 +2,11 @@
 
 Dense work runs on [T]. The KDA recurrence wants tiles of 16 tokens, all first tiles before all
 second ones, longest sequence first: then the tiles of one round are neighbours, and the sequences
-still running are a prefix. Attention wants a rectangle [N, longest].
+still running are a prefix. Attention wants a rectangle [N, width].
+
+On a CPU the last bit of a result can depend on how many rows were computed with it: vector code
+ends in a scalar tail, and libraries choose their blocks by the size. An aligned layout rounds both
+sizes up such that a prefix comes out the same whatever follows it.
 """
 
 from __future__ import annotations
@@ -16,6 +20,10 @@ from torch import Tensor
 from k3rl.errors import UserInputError
 
 TILE = 16
+# 64 rows leave whole vectors on up to two threads, whatever the width of a row is.
+_ROWS = 64
+# Measured on torch 2.13: its attention gives equal rows at lengths that are multiples of these.
+_WIDTH, _WIDE, _WIDE_FROM = 32, 256, 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,18 +33,28 @@ class Layout:
     cu_seqlens: Tensor
     """[N + 1] int64, from 0 to T."""
     lengths: tuple[int, ...]
+    num_rows: int
+    """T': rows of dense work; those from T on are padding and get no gradient."""
+    width: int
+    """Rows of the attention rectangle per sequence."""
 
     @staticmethod
-    def of(cu_seqlens: Tensor, num_tokens: int) -> Layout:
+    def of(cu_seqlens: Tensor, num_tokens: int, is_aligned: bool = False) -> Layout:
         """The layout of sequences that start at `cu_seqlens`. Raises UserInputError."""
         cu_seqlens = cu_seqlens.to(torch.int64)
         lengths = tuple(cu_seqlens.diff().tolist())
+        if not lengths:
+            raise UserInputError("there is no sequence")
         bounds = (int(cu_seqlens[0]), int(cu_seqlens[-1]))
         if bounds != (0, num_tokens) or any(length < 1 for length in lengths):
             raise UserInputError(
                 f"cu_seqlens must rise from 0 to {num_tokens} without empty sequences"
             )
-        return Layout(cu_seqlens, lengths)
+        longest = max(lengths)
+        if not is_aligned:
+            return Layout(cu_seqlens, lengths, num_tokens, longest)
+        step = _WIDTH if longest <= _WIDE_FROM else _WIDE
+        return Layout(cu_seqlens, lengths, _round_up(num_tokens, _ROWS), _round_up(longest, step))
 
     @property
     def num_sequences(self) -> int:
@@ -72,21 +90,23 @@ class Layout:
 
     @cached_property
     def padded_rows(self) -> Tensor:
-        """[T] int64: row of each token in the flat rectangle [N * longest]."""
-        return self.sequence * self.longest + self.position
+        """[T'] int64: row of each token in the flat rectangle [N * width]; 0 of padding."""
+        return self._extend(self.sequence * self.width + self.position)
 
     @cached_property
     def padded_tokens(self) -> Tensor:
-        """[N * longest] int64: token of each row of the rectangle; 0 where there is none."""
-        return self._invert(self.padded_rows, self.num_sequences * self.longest)
+        """[N * width] int64: token of each row of the rectangle; behind a sequence, its last."""
+        columns = torch.arange(self.width, device=self.cu_seqlens.device)
+        inside = columns.clamp(max=self.length_array[:, None] - 1)
+        return (self.cu_seqlens[:-1, None] + inside).flatten()
 
     @cached_property
     def padded_mask(self) -> Tensor | None:
-        """[N * longest, 1] float32: 1 where a token lies; None when all lengths are equal."""
-        if self.num_tokens == self.num_sequences * self.longest:
+        """[N * width, 1] float32: 1 where a token lies; None when the rectangle is full."""
+        if self.num_tokens == self.num_sequences * self.width:
             return None
-        mask = torch.zeros(self.num_sequences * self.longest, 1, device=self.cu_seqlens.device)
-        mask[self.padded_rows] = 1.0
+        mask = torch.zeros(self.num_sequences * self.width, 1, device=self.cu_seqlens.device)
+        mask[self.padded_rows[: self.num_tokens]] = 1.0
         return mask
 
     @cached_property
@@ -109,30 +129,45 @@ class Layout:
         return sum(self.round_sizes)
 
     @cached_property
-    def tile_rows(self) -> Tensor:
-        """[T] int64: row of each token in the flat tiles [C * 16]."""
+    def _tile_starts(self) -> tuple[Tensor, Tensor]:
+        """[R] int64 tiles of each round, and the number of its first tile."""
         sizes = torch.tensor(self.round_sizes, device=self.cu_seqlens.device)
-        starts = sizes.cumsum(0) - sizes
+        return sizes, sizes.cumsum(0) - sizes
+
+    @cached_property
+    def tile_rows(self) -> Tensor:
+        """[T'] int64: row of each token in the flat tiles [C * 16]; 0 of padding."""
+        _, starts = self._tile_starts
         ranks = torch.empty_like(self.rank)
         ranks[self.rank] = torch.arange(self.num_sequences, device=self.rank.device)
         tiles = starts[self.position // TILE] + ranks[self.sequence]
-        return tiles * TILE + self.position % TILE
+        return self._extend(tiles * TILE + self.position % TILE)
 
     @cached_property
     def tile_tokens(self) -> Tensor:
-        """[C * 16] int64: token of each tile row; 0 where there is none."""
-        return self._invert(self.tile_rows, self.num_tiles * TILE)
+        """[C * 16] int64: token of each tile row; behind a sequence, its last token.
+
+        That a sequence fills its own gaps keeps a NaN within it.
+        """
+        sizes, starts = self._tile_starts
+        rounds = torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
+        sequences = self.rank[torch.arange(self.num_tiles, device=sizes.device) - starts[rounds]]
+        rows = torch.arange(TILE, device=sizes.device)
+        position = torch.minimum(
+            TILE * rounds[:, None] + rows, self.length_array[sequences, None] - 1
+        )
+        return (self.cu_seqlens[sequences, None] + position).flatten()
 
     @cached_property
     def _heads(self) -> dict[tuple[int, int], tuple[Tensor, Tensor, Tensor | None]]:
         return {}
 
     def head_rows(self, num_parts: int, num_heads: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Gather [T, parts, heads] rows into [parts, C, heads, 16] and back, both flat int64.
+        """Gather [T', parts, heads] rows into [parts, C, heads, 16] and back, both flat int64.
 
-        The first index has parts * C * heads * 16 entries (any row where there is no token), the
-        second T * parts * heads: where each row went. Then the mask [C * heads * 16, 1] float32:
-        1 where a token lies; None when every tile is full.
+        The first index has parts * C * heads * 16 entries, the second T' * parts * heads: where
+        each row went. A row without a token repeats its sequence's last one. Then the mask
+        [C * heads * 16, 1] float32: 1 where a token lies; None when every tile is full.
         """
         key = (num_parts, num_heads)
         if key not in self._heads:
@@ -154,10 +189,12 @@ class Layout:
         if rows == self.num_tokens:
             return None
         mask = torch.zeros(rows, device=self.cu_seqlens.device)
-        mask[self.tile_rows] = 1.0
+        mask[self.tile_rows[: self.num_tokens]] = 1.0
         return mask.view(-1, 1, TILE).expand(-1, num_heads, -1).reshape(-1, 1)
 
-    def _invert(self, rows: Tensor, count: int) -> Tensor:
-        tokens = torch.zeros(count, dtype=torch.int64, device=rows.device)
-        tokens[rows] = torch.arange(len(rows), device=rows.device)
-        return tokens
+    def _extend(self, rows: Tensor) -> Tensor:
+        return torch.nn.functional.pad(rows, (0, self.num_rows - self.num_tokens))
+
+
+def _round_up(count: int, step: int) -> int:
+    return -(-count // step) * step

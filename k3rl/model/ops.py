@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from k3rl.model.dispatch import operation
+from k3rl.model.tiled import linear_by_tiles, needs_tiles
+
 
 def wide(x: Tensor) -> Tensor:
     """`x` in float32, or as it is when already that precise."""
@@ -123,18 +126,26 @@ class _SituGlu(Function):
         return d_gate.to(ctx.dtype), d_up.to(ctx.dtype), None, None
 
 
+@operation
 def situ_glu(gate: Tensor, up: Tensor, gate_beta: float, up_beta: float) -> Tensor:
     """[b1 tanh(g/b1) sigmoid(g)] * [b2 tanh(u/b2)] (K3 report, arXiv 2607.24653): |.| <= b1 b2."""
     return applied(_SituGlu, gate, up, gate_beta, up_beta)
 
 
+def glu(gate: Tensor, up: Tensor, betas: tuple[float, float] | None) -> Tensor:
+    """The gated unit of a model: SiTU-GLU with its two betas, or SwiGLU (None)."""
+    if betas is not None:
+        return situ_glu(gate, up, *betas)
+    return (torch.nn.functional.silu(wide(gate)) * wide(up)).to(gate.dtype)
+
+
 class _DecayGate(Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor, rate_log: Tensor, lower_bound: float) -> Tensor:
-        rate = rate_log.exp().unsqueeze(-1)
+        rate = wide(rate_log).exp().unsqueeze(-1)
         opened = torch.sigmoid(wide(z) * rate)
         ctx.save_for_backward(z, rate, opened)
-        ctx.lower_bound = lower_bound
+        ctx.lower_bound, ctx.rate_dtype = lower_bound, rate_log.dtype
         return opened * number(lower_bound, opened.dtype, opened.device)
 
     @staticmethod
@@ -142,7 +153,7 @@ class _DecayGate(Function):
         z, rate, opened = ctx.saved_tensors
         d_inner = torch.addcmul(opened, opened, opened, value=-1.0).mul_(grads[0])
         d_inner.mul_(rate).mul_(ctx.lower_bound)
-        d_rate = (d_inner * wide(z)).sum((0, 2)).to(rate.dtype)
+        d_rate = (d_inner * wide(z)).sum((0, 2)).to(ctx.rate_dtype)
         return d_inner.to(z.dtype), d_rate, None
 
 
@@ -181,8 +192,10 @@ class _TakeRows(Function):
         back: Tensor,
         mask: Tensor | None,
         back_mask: Tensor | None,
+        num_real: int | None,
     ) -> Tensor:
         ctx.save_for_backward(back, back_mask)
+        ctx.num_real = num_real
         taken = x.index_select(0, rows)
         return taken if mask is None else taken.mul_(mask)
 
@@ -190,22 +203,52 @@ class _TakeRows(Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         back, back_mask = ctx.saved_tensors
         grad = grads[0].contiguous().index_select(0, back)
-        return (grad if back_mask is None else grad.mul_(back_mask)), None, None, None, None
+        if back_mask is not None:
+            grad.mul_(back_mask)
+        if ctx.num_real is not None:
+            grad[ctx.num_real :] = 0
+        return grad, None, None, None, None, None
 
 
 def take_rows(
     x: Tensor, rows: Tensor, back: Tensor, mask: Tensor | None = None,
-    back_mask: Tensor | None = None,
+    back_mask: Tensor | None = None, num_real: int | None = None,
 ) -> Tensor:  # fmt: skip
     """x[rows] * mask, where row i of x went to row back[i], if back_mask[i] is not 0.
 
     A gather both ways: index_select's own gradient is a scatter-add, several times slower. Masks
-    are [rows, 1] of 0 and 1; rows of the result that `back` does not name get no gradient.
+    are [rows, 1] of 0 and 1; rows of the result that `back` does not name get no gradient, nor do
+    rows of x from `num_real` on.
     """
-    return applied(_TakeRows, x, rows, back, mask, back_mask)
+    return applied(_TakeRows, x, rows, back, mask, back_mask, num_real)
 
 
 _FUSE_BELOW = 1 << 20
+# Measured on CPUs with AVX-512: a row of a product of at least so many rows and at most so many
+# columns comes out bit for bit the same however many rows there are; outside it need not.
+_MIN_ROWS, _MAX_COLUMNS = 8, 128
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Product x W^T of x [..., in] and a matrix [out, in].
+
+    On a CPU, in float32 and float64, a row of the result does not depend on the number of rows:
+    few rows are padded and many columns are summed in pieces, or see tiled.py.
+    """
+    if needs_tiles(x):
+        return linear_by_tiles(x, weight)
+    num_rows, width = x.numel() // x.shape[-1], x.shape[-1]
+    is_exact = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+    if not is_exact or (num_rows >= _MIN_ROWS and width <= _MAX_COLUMNS):
+        return torch.nn.functional.linear(x, weight)
+    rows = x.reshape(-1, width)
+    if num_rows < _MIN_ROWS:
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, _MIN_ROWS - num_rows))
+    pieces = zip(*(torch.split(part, _MAX_COLUMNS, -1) for part in (rows, weight)), strict=True)
+    first, *rest = (torch.nn.functional.linear(a, b) for a, b in pieces)
+    for piece in rest:
+        first = first + piece
+    return first[:num_rows].view(*x.shape[:-1], len(weight))
 
 
 def linear_many(x: Tensor, groups: list[list[Tensor]]) -> tuple[Tensor, ...]:
@@ -214,11 +257,10 @@ def linear_many(x: Tensor, groups: list[list[Tensor]]) -> tuple[Tensor, ...]:
     Small ones are a single product, for its fewer launches.
     """
     if sum(weight.numel() for group in groups for weight in group) > _FUSE_BELOW:
-        linear = torch.nn.functional.linear
         return tuple(
             torch.cat([linear(x, weight) for weight in group], -1) if len(group) > 1
             else linear(x, group[0])
             for group in groups
         )  # fmt: skip
-    joined = torch.nn.functional.linear(x, torch.cat([w for group in groups for w in group]))
-    return torch.split(joined, [sum(map(len, group)) for group in groups], -1)
+    joined = linear(x, torch.cat([w for group in groups for w in group]))
+    return joined.split_with_sizes([sum(map(len, group)) for group in groups], -1)

@@ -12,16 +12,19 @@ import torch
 from torch import Tensor
 
 from k3rl.errors import UserInputError
+from k3rl.model.config import ModelConfig
 
 
 @dataclass(eq=False)
 class Routing:
-    """Handed to a forward pass; reads the pinned ids or fills the records of its T tokens."""
+    """Handed to one pass; reads the pinned ids or fills the records of its T tokens."""
 
     pinned: Tensor | None = None
     """[T, L, k] integer ids to use, L routed layers in order; None: the top k."""
     keep_scores: bool = False
     """Keep raw and threshold scores as well, for quantile balancing."""
+    num_tokens: int | None = None
+    """T of the pass that it was handed to; later rows are padding. None: not handed to one yet."""
     _ids: list[Tensor] = field(default_factory=list, repr=False)
     _margins: list[Tensor] = field(default_factory=list, repr=False)
     _scores: list[Tensor] = field(default_factory=list, repr=False)
@@ -38,12 +41,14 @@ class Routing:
 
     @property
     def ids(self) -> Tensor:
-        """[T, L, k] int64: experts used, best first when recorded."""
+        """[T, L, k] int64: experts used, best first when recorded. Of a pass with L > 0."""
         return torch.stack(self._ids, 1)
 
     @property
     def margins(self) -> Tensor:
         """[T, L]: k-th minus (k+1)-th biased score; how near the choice was to another."""
+        if not self._margins:
+            return torch.zeros(self.num_tokens or 0, 0)
         return torch.stack(self._margins, 1)
 
     @property
@@ -51,34 +56,46 @@ class Routing:
         """[T, L, E] raw sigmoid scores, if `keep_scores`."""
         return torch.stack(self._scores, 1)
 
-    def choose(self, scores: Tensor, bias: Tensor, top_k: int) -> Tensor:
-        """The experts [T, k] of the next layer, whose raw scores are [T, E].
+    def begin(self, num_tokens: int, config: ModelConfig) -> None:
+        """Tell the size of the pass that comes now.
 
         Raises:
-            UserInputError: pinned ids that do not fit the tokens, layers, experts or k.
+            UserInputError: it was handed to a pass before, or pinned ids do not fit the tokens,
+                layers, experts or k.
 
         """
+        if self.num_tokens is not None:
+            raise UserInputError("a routing records or pins one pass; make another for this one")
+        self.num_tokens = num_tokens
+        if self.pinned is None:
+            return
+        shape = (num_tokens, config.num_router_layers, config.moe.top_k)
+        if tuple(self.pinned.shape) != shape:
+            raise UserInputError(
+                f"pinned expert ids {tuple(self.pinned.shape)} do not fit [tokens, layers, top k] "
+                f"{shape}"
+            )
+        if self.pinned.numel():
+            low, high = torch.aminmax(self.pinned)
+            if low < 0 or high >= config.moe.num_experts:
+                raise UserInputError(f"pinned expert id outside [0, {config.moe.num_experts})")
+
+    def choose(self, scores: Tensor, bias: Tensor, top_k: int) -> Tensor:
+        """The experts [T', k] of the next layer, whose raw scores are [T', E]; padding gets 0."""
+        num_rows = len(scores)
+        scores = scores[: self.num_tokens]
         if self.pinned is None:
             best = torch.topk(scores.detach() + bias, top_k + 1, dim=-1)
-            chosen = best.indices[:, :top_k]
+            chosen = self.turn(best.indices, len(self._ids))
             self._margins.append(best.values[:, -2] - best.values[:, -1])
             if self.keep_scores:
                 self._scores.append(scores.detach())
         else:
-            chosen = self._pinned_layer(len(self._ids), scores, top_k)
+            chosen = self.pinned[:, len(self._ids)]
         self._ids.append(chosen)
-        return chosen
+        return torch.nn.functional.pad(chosen, (0, 0, 0, num_rows - len(chosen)))
 
-    def _pinned_layer(self, layer: int, scores: Tensor, top_k: int) -> Tensor:
-        assert self.pinned is not None
-        shape = tuple(self.pinned.shape)
-        if len(shape) != 3 or shape[0] != len(scores) or shape[2] != top_k or layer >= shape[1]:
-            raise UserInputError(
-                f"pinned expert ids {shape} do not fit {len(scores)} tokens, layer {layer}, "
-                f"top {top_k}"
-            )
-        chosen = self.pinned[:, layer]
-        low, high = torch.aminmax(chosen)
-        if low < 0 or high >= scores.shape[1]:
-            raise UserInputError(f"pinned expert id outside [0, {scores.shape[1]})")
-        return chosen
+    def turn(self, best: Tensor, layer: int) -> Tensor:
+        """The experts [T, k] of routed layer `layer` among the k + 1 best, [T, k + 1]."""
+        del layer
+        return best[:, :-1]

@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Self
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load as read_tensors
 from safetensors.torch import save as write_tensors
 from torch import Tensor
@@ -30,6 +32,18 @@ class ModelState:
     """[Lm, num_tokens, rank + rope]: the latent after its norm, and the raw shared key slice."""
     num_tokens: int
 
+    def detach(self) -> ModelState:
+        """The same values outside the autograd graph."""
+        kda, conv, latents = (part.detach() for part in _parts(self))
+        return ModelState(kda, conv, latents, self.num_tokens)
+
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> ModelState:
+        """On another device or in another dtype; shares what needs no copy."""
+        kda, conv, latents = (part.to(device=device, dtype=dtype) for part in _parts(self))
+        return ModelState(kda, conv, latents, self.num_tokens)
+
     def to_bytes(self) -> bytes:
         """As safetensors, which `from_bytes` reads back exactly."""
         parts = {"kda": self.kda, "conv": self.conv, "latents": self.latents}
@@ -44,15 +58,22 @@ class ModelState:
         try:
             parts = read_tensors(data)
             kda, conv, latents = parts["kda"], parts["conv"], parts["latents"]
+            size = int.from_bytes(data[:8], "little")
+            num_tokens = int(json.loads(data[8 : 8 + size])["__metadata__"]["num_tokens"])
         except Exception as error:
             # safetensors raises its own type, KeyError or ValueError by what is wrong.
             raise UserInputError(f"not a model state: {error}") from None
-        num_tokens = latents.shape[1] if latents.dim() == 3 else -1
+        if not all(part.is_floating_point() for part in (kda, conv, latents)):
+            raise UserInputError("not a model state: it holds whole numbers")
         expected = _shapes(config, num_tokens)
         found = [tuple(part.shape) for part in (kda, conv, latents)]
         if found != expected:
             raise UserInputError(f"model state has shapes {found}, the model wants {expected}")
         return cls(kda, conv, latents, num_tokens)
+
+
+def _parts(state: ModelState | BatchState) -> tuple[Tensor, Tensor, Tensor]:
+    return state.kda, state.conv, state.latents
 
 
 def _shapes(config: ModelConfig, num_tokens: int) -> list[tuple[int, ...]]:
@@ -79,14 +100,19 @@ class BatchState:
 
     @classmethod
     def zeros(
-        cls, config: ModelConfig, num_sequences: int, dtype: torch.dtype = torch.float32
+        cls,
+        config: ModelConfig,
+        num_sequences: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
     ) -> Self:
-        """Sequences without tokens."""
+        """Sequences without tokens. States are kept in `dtype`, whatever the model computes in."""
         kda, conv, latents = (
-            torch.zeros(shape[0], num_sequences, *shape[1:], dtype=dtype)
+            torch.zeros(shape[0], num_sequences, *shape[1:], dtype=dtype, device=device)
             for shape in _shapes(config, 0)
         )
-        return cls(kda, conv, latents, torch.zeros(num_sequences, dtype=torch.int64))
+        lengths = torch.zeros(num_sequences, dtype=torch.int64, device=device)
+        return cls(kda, conv, latents, lengths)
 
     @classmethod
     def join(cls, states: list[ModelState]) -> Self:
@@ -99,7 +125,7 @@ class BatchState:
             latents[:, index, : state.num_tokens] = state.latents
         kda = torch.stack([state.kda for state in states], 1)
         conv = torch.stack([state.conv for state in states], 1)
-        return cls(kda, conv, latents, torch.tensor(lengths))
+        return cls(kda, conv, latents, torch.tensor(lengths, device=kda.device))
 
     def split(self) -> list[ModelState]:
         """The sequences apart; copies."""
@@ -113,11 +139,38 @@ class BatchState:
             for index, length in enumerate(self.lengths.tolist())
         ]
 
+    def select(self, sequences: Tensor) -> BatchState:
+        """Some of the sequences, [M] int64, in that order; gradients flow through."""
+        lengths = self.lengths.index_select(0, sequences)
+        longest = int(lengths.max()) if len(lengths) else 0
+        kda, conv, latents = (part.index_select(1, sequences) for part in _parts(self))
+        return BatchState(kda, conv, latents[:, :, :longest], lengths)
+
+    @classmethod
+    def concat(cls, states: list[BatchState]) -> BatchState:
+        """The sequences of several batches as one; gradients flow through."""
+        longest = max(state.latents.shape[2] for state in states)
+        latents = [
+            F.pad(state.latents, (0, 0, 0, longest - state.latents.shape[2])) for state in states
+        ]
+        return cls(
+            torch.cat([state.kda for state in states], 1),
+            torch.cat([state.conv for state in states], 1),
+            torch.cat(latents, 1),
+            torch.cat([state.lengths for state in states]),
+        )
+
     def detach(self) -> BatchState:
         """The same values outside the autograd graph."""
-        return BatchState(
-            self.kda.detach(), self.conv.detach(), self.latents.detach(), self.lengths
-        )
+        kda, conv, latents = (part.detach() for part in _parts(self))
+        return BatchState(kda, conv, latents, self.lengths)
+
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> BatchState:
+        """On another device or in another dtype; shares what needs no copy."""
+        kda, conv, latents = (part.to(device=device, dtype=dtype) for part in _parts(self))
+        return BatchState(kda, conv, latents, self.lengths.to(device=device))
 
 
 class StatePool:
@@ -129,13 +182,15 @@ class StatePool:
         num_slots: int,
         max_tokens: int,
         dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
     ) -> None:
         shapes = _shapes(config, max_tokens)
         self.config, self.num_slots, self.max_tokens = config, num_slots, max_tokens
         self.kda, self.conv, self.latents = (
-            torch.zeros(shape[0], num_slots, *shape[1:], dtype=dtype) for shape in shapes
+            torch.zeros(shape[0], num_slots, *shape[1:], dtype=dtype, device=device)
+            for shape in shapes
         )
-        self.lengths = torch.zeros(num_slots, dtype=torch.int64)
+        self.lengths = torch.zeros(num_slots, dtype=torch.int64, device=device)
         """[num_slots] int64."""
         self._free = list(range(num_slots - 1, -1, -1))
 
@@ -155,9 +210,14 @@ class StatePool:
         self._free.sort(reverse=True)
 
     def clear(self, slot: int) -> None:
-        """Make a slot a sequence without tokens."""
+        """Make a slot a sequence without tokens.
+
+        Latents go too: masked attention multiplies what lies behind a sequence by 0, and 0 times a
+        NaN that an earlier owner left is NaN.
+        """
         self.kda[:, slot] = 0
         self.conv[:, slot] = 0
+        self.latents[:, slot] = 0
         self.lengths[slot] = 0
 
     def gather(self, slots: Tensor) -> BatchState:
@@ -189,8 +249,9 @@ class StatePool:
 
     def export(self, slot: int) -> ModelState:
         """The sequence in `slot`, copied."""
-        return self.gather(torch.tensor([slot])).split()[0]
+        return self.gather(torch.tensor([slot], device=self.lengths.device)).split()[0]
 
     def load(self, slot: int, state: ModelState) -> None:
         """Put a sequence into `slot`. Raises EngineError when it is too long."""
-        self.scatter(torch.tensor([slot]), BatchState.join([state]))
+        where = self.lengths.device
+        self.scatter(torch.tensor([slot], device=where), BatchState.join([state]).to(where))

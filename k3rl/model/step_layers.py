@@ -18,9 +18,12 @@ from torch import Tensor
 from k3rl.model.delta import delta_step
 from k3rl.model.kda import KimiDeltaAttention
 from k3rl.model.mla import GatedMla
-from k3rl.model.moe import DENSE_PAIRS, GluMlp, LatentMoe, Router
+from k3rl.model.moe import GluMlp, LatentMoe, Router
 from k3rl.model.ops import number, wide
 from k3rl.model.routing import Routing
+
+# Up to so many (token, expert) pairs all experts run on all tokens: fewer launches than sorting.
+_DENSE_PAIRS = 2048
 
 
 def norm_floor(width: int, eps: float, like: Tensor) -> Tensor:
@@ -112,10 +115,11 @@ class MlaStep:
         mla = layer.mla
         self.num_heads, self.rank = mla.num_heads, mla.kv_lora_rank
         self.latent_size = mla.latent_dim
-        self.cuts = [mla.q_lora_rank, mla.latent_dim, mla.num_heads * mla.v_head_dim]
+        query_rank = len(layer.q_a_layernorm.weight)
+        self.cuts = [query_rank, mla.latent_dim, mla.num_heads * mla.v_head_dim]
         down = (layer.q_a_proj, layer.kv_a_proj_with_mqa, layer.g_proj)
         self.into = behind_norm(torch.cat([module.weight for module in down]), norm)
-        self.query_floor = norm_floor(mla.q_lora_rank, layer.lora_eps, self.into)
+        self.query_floor = norm_floor(query_rank, layer.lora_eps, self.into)
         self.latent_floor = norm_floor(mla.kv_lora_rank, layer.lora_eps, self.into)
         self.latent_scale = wide(layer.kv_a_layernorm.weight) * math.sqrt(mla.kv_lora_rank)
         up_k, up_v = (wide(part) for part in layer.up())
@@ -160,7 +164,8 @@ class _Glu:
     `fold` divides the matrices that make the halves by their betas, so one tanh bends both.
     """
 
-    def __init__(self, betas: tuple[float, float], like: Tensor) -> None:
+    def __init__(self, betas: tuple[float, float] | None, like: Tensor) -> None:
+        assert betas is not None
         self.betas, self.bound = betas, betas[0] * betas[1]
         self.gate_beta = number(betas[0], like.dtype, like.device)
 
@@ -216,7 +221,7 @@ class MoeStep:
         total.addmm_(self.glu(shared), self.shared_out)
         scores = torch.sigmoid(logits)
         chosen = self.router.choose(scores, routing)
-        if x.shape[0] * self.count <= DENSE_PAIRS:
+        if x.shape[0] * self.count <= _DENSE_PAIRS:
             mixed = self._all_experts(latent, scores, chosen)
         else:
             raw = scores.gather(1, chosen)

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from k3rl.model.config import ModelConfig
 from k3rl.model.kda import KimiDeltaAttention
 from k3rl.model.mla import GatedMla, hide_after
 from k3rl.model.ops import wide
@@ -119,6 +120,21 @@ class StepPlan:
         with torch.inference_mode(mode=False), torch.no_grad():
             self._watch(decoder)
             self._lay_out(decoder)
+
+    @staticmethod
+    def lays_out(config: ModelConfig) -> bool:
+        """Whether a config is of the one family that steps are laid out for: K3 as released."""
+        kda, mla, moe = config.kda, config.mla, config.moe
+        return (
+            (config.attn_res, config.activation, kda.decay) == ("block", "situ", "bounded")
+            and kda.gate_rank is None
+            and mla.q_lora_rank is not None
+            and mla.output_gate
+            and moe.latent_size is not None
+            and moe.router_input == "hidden"
+            and moe.routed_scaling_factor == 1.0
+            and not moe.quantised
+        )
 
     def _watch(self, decoder: Decoder) -> None:
         modules = list(decoder.modules())

@@ -1,13 +1,16 @@
 """Small K3 models and packed batches, and the loops that the model is judged by."""
 
 from itertools import pairwise
+from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from k3rl.model.config import KdaConfig, MlaConfig, ModelConfig, MoeConfig
 from k3rl.model.model import K3Model
 from k3rl.model.state import StatePool
+
+GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 
 
 def small_config(**changes) -> ModelConfig:
@@ -29,7 +32,11 @@ def small_config(**changes) -> ModelConfig:
 
 def lively_model(seed: int = 0, config: ModelConfig | None = None) -> K3Model:
     """Float64, with pseudo-queries, router biases and decays away from their initial values."""
-    model = K3Model(config or small_config(), seed).double()
+    return lively(K3Model(config or small_config(), seed).double(), seed)
+
+
+def lively(model: K3Model, seed: int = 0) -> K3Model:
+    """Move what starts at a constant, in place."""
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -40,6 +47,27 @@ def lively_model(seed: int = 0, config: ModelConfig | None = None) -> K3Model:
             if name.endswith("correction_bias"):
                 buffer.add_(0.1 * torch.randn(buffer.shape, generator=generator))
     return model
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    """Float64, from a normal law."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm over the last axis, as its formula stands."""
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def filled(module: nn.Module, seed: int = 0) -> nn.Module:
+    """`module` in float64 with every parameter drawn."""
+    module = module.double()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0, 0.4, generator=generator)
+    return module
 
 
 def batch(lengths: list[int], seed: int = 0, vocab_size: int = 61) -> tuple[Tensor, Tensor]:

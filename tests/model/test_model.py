@@ -12,7 +12,7 @@ from k3rl.model.layout import Layout
 from k3rl.model.model import Cells, K3Model
 from k3rl.model.ops import rms_norm
 from k3rl.model.routing import Routing
-from k3rl.model.state import BatchState, ModelState, StatePool
+from k3rl.model.state import ModelState, StatePool
 from tests.model.model_builders import batch, lively_model, parts, small_config, stepped
 
 LENGTHS = [37, 1, 5, 64, 20, 16]
@@ -155,28 +155,6 @@ def test_gradient_does_not_depend_on_packing():
     for name, grad in together.items():
         scale = max(1.0, float(grad.abs().max()))
         assert float((grad - total[name]).abs().max()) < 1e-11 * scale, name
-
-
-def test_gradient_flows_through_a_carried_state():
-    """Two segments with the state between them give the gradient of the whole."""
-    model = lively_model()
-    ids, cu = batch([40, 23])
-    whole = gradients(model, ids, cu)
-    weights = torch.linspace(-1, 2, len(ids), dtype=torch.float64)
-    model.zero_grad()
-    state = BatchState.zeros(model.config, 2, torch.float64)
-    loss = torch.zeros(())
-    for part in ([slice(0, 18), slice(40, 47)], [slice(18, 40), slice(47, 63)]):
-        piece = torch.cat([ids[span] for span in part])
-        bounds = torch.tensor([0, *(s.stop - s.start for s in part)]).cumsum(0)
-        hidden, state = model(piece, bounds, state)
-        picked = logprobs(model, hidden).gather(1, piece[:, None])[:, 0]
-        loss = loss + (picked * torch.cat([weights[span] for span in part])).sum()
-    loss.backward()
-    for name, parameter in model.named_parameters():
-        if name in whole:
-            scale = max(1.0, float(whole[name].abs().max()))
-            assert float((parameter.grad - whole[name]).abs().max()) < 1e-10 * scale, name
 
 
 def test_a_sequence_does_not_see_its_neighbours_or_its_future():

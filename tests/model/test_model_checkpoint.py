@@ -114,7 +114,7 @@ def test_nano_config_fits_the_tokenizer_and_its_size():
             {"kda": {"num_heads": 2, "head_dim": 4, "decay_rank": 2, "gate_lower_bound": -6.0}},
             "kda",
         ),
-        ({"layer_kinds": []}, "layer_kinds is empty"),
+        ({"layer_kinds": []}, "layer_kinds must name 1 to 1024"),
     ],
 )
 def test_config_errors_name_file_and_key(tmp_path, change, message):
