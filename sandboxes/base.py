@@ -15,68 +15,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
-from k3rl.types import Digest, JsonObject, Snapshot, digest_json, to_plain
+from k3rl.sandboxes.spec import MIB, Capability, SandboxSpec
+from k3rl.types import Digest, JsonObject, Snapshot
 
 SandboxId = str
-MIB = 1 << 20
-
-
-class Capability(StrEnum):
-    """What a backend may enforce; probed on the machine it runs on, never assumed."""
-
-    ISOLATED_FILES = "isolated_files"
-    """The host's files outside read-only system folders cannot be seen."""
-    NO_NETWORK = "no_network"
-    PROCESS_LIMIT = "process_limit"
-    FILE_SIZE_LIMIT = "file_size_limit"
-    MEMORY_LIMIT = "memory_limit"
-    CPU_TIME_LIMIT = "cpu_time_limit"
-    KILLS_DESCENDANTS = "kills_descendants"
-    """After an exec ends or times out, none of its processes is left."""
-    SNAPSHOT = "snapshot"
-    FORK = "fork"
-
-
-ENFORCED_BY_DEFAULT = (
-    Capability.ISOLATED_FILES,
-    Capability.NO_NETWORK,
-    Capability.PROCESS_LIMIT,
-    Capability.FILE_SIZE_LIMIT,
-    Capability.KILLS_DESCENDANTS,
-    Capability.SNAPSHOT,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class SandboxLimits:
-    """Resource limits of one exec."""
-
-    max_processes: int = 64
-    max_open_files: int = 256
-    max_file_bytes: int = 64 * MIB
-    address_space_bytes: int = 2048 * MIB
-    """Per process."""
-    cpu_s: int = 60
-    """Per process."""
-    tmp_bytes: int = 64 * MIB
-    """Size of the private /tmp."""
-
-
-@dataclass(frozen=True, slots=True)
-class SandboxSpec:
-    """What a sandbox must be. `required` that a backend lacks is refused by name."""
-
-    limits: SandboxLimits = field(default_factory=SandboxLimits)
-    environment: dict[str, str] = field(default_factory=dict)
-    """The whole environment beside PATH, HOME, TMPDIR and LANG; nothing is inherited."""
-    executables: tuple[str, ...] = ("sh",)
-    """Programs that must be found on the sandbox's PATH at creation."""
-    required: tuple[Capability, ...] = ENFORCED_BY_DEFAULT
-
-    @property
-    def digest(self) -> Digest:
-        """Content hash of the spec."""
-        return digest_json(to_plain(self))
+TREE_BYTES = 1024 * MIB
+"""Of a folder as an archive."""
 
 
 class Stream(StrEnum):
@@ -84,6 +28,8 @@ class Stream(StrEnum):
 
     STDOUT = "stdout"
     STDERR = "stderr"
+    CHANNEL = "channel"
+    """Descriptor 3 of a command, for what is not its output; see `ExecRequest.channel_bytes`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +43,8 @@ class ExecRequest:
     max_output_bytes: int = 64 * 1024
     """Per stream; beyond it the head and the tail are kept and the dropped count is told."""
     environment: dict[str, str] = field(default_factory=dict)
+    channel_bytes: int = 0
+    """What the command may write to its descriptor 3; more is read and dropped. 0: it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +78,10 @@ class ExecResult:
     stdout: bytes
     stderr: bytes
     dropped_bytes: int
-    """Bytes left out of the middle of both streams together."""
+    """Bytes left out of the middle of stdout and stderr together."""
     wall_s: float
+    channel: bytes = b""
+    """What came on descriptor 3, at most `channel_bytes`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +93,37 @@ class SandboxStats:
     age_s: float
     workspace_bytes: int
     is_paused: bool
+    seals: dict[str, Durability] = field(default_factory=dict)
+    """Of seals that nobody has settled yet, by id."""
+
+
+class Durability(StrEnum):
+    """How far a seal has come."""
+
+    SEALED = "sealed"
+    """Frozen: no later command can change what it holds."""
+    HASHED = "hashed"
+    """Every content has its digest, and the layer its id."""
+    DURABLE = "durable"
+    """All of it is in the blob store: its snapshot may be named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """A frozen state of a sandbox, to be settled."""
+
+    id: str
+    durability: Durability
+    """When it was given out; `stats` tells the present one."""
 
 
 @runtime_checkable
 class SandboxBackend(Protocol):
-    """Makes and runs sandboxes. All methods raise SandboxLost for an id that is gone."""
+    """Makes and runs sandboxes. All methods raise SandboxLost for an id that is gone.
+
+    A sandbox does one thing at a time: each call waits for those before it to end. A backend may
+    be elsewhere (`RemoteBackend`): when it dies, all of its sandboxes are lost.
+    """
 
     name: str
 
@@ -164,8 +140,17 @@ class SandboxBackend(Protocol):
         """
         ...
 
+    async def prepare(self, sandbox_id: SandboxId) -> None:
+        """Start what will run the commands, so that the first one need not wait for that."""
+        ...
+
     def exec(self, sandbox_id: SandboxId, request: ExecRequest) -> AsyncIterator[ExecEvent]:
-        """Run one command, yielding its output as it comes and one ExecExit at the end."""
+        """Run one command, yielding its output as it comes and one ExecExit at the end.
+
+        Output is read only when the consumer asks for more, so a slow consumer slows the command,
+        though not its deadline. A consumer that is cancelled or goes away kills the command.
+        Nothing that a command starts outlives it where `kills_descendants` holds.
+        """
         ...
 
     async def put(self, sandbox_id: SandboxId, path: str, data: bytes, mode: int = 0o644) -> None:
@@ -176,16 +161,71 @@ class SandboxBackend(Protocol):
         """Read a regular file inside the workspace; links, devices and FIFOs are refused."""
         ...
 
+    async def put_tree(
+        self,
+        sandbox_id: SandboxId,
+        path: str,
+        chunks: AsyncIterator[bytes],
+        max_bytes: int = TREE_BYTES,
+    ) -> None:
+        """Unpack a tar archive (pax or older, not compressed) into a folder of the workspace.
+
+        `path`: the folder, "." for the workspace; it and what leads to it are made. Regular files,
+        folders, links (kept as links, wherever they point) and hard links to files of the same
+        archive are taken, with their permission bits and times, and replace what is of their own
+        type; owners are dropped. The whole archive is looked through before anything is written:
+        one of more than `max_bytes`, or with any member that is something else, leads out of the
+        folder, passes through a link (the workspace's or its own), comes twice or is cut short,
+        is a UserInputError that names the member. Only names that the file system takes for one
+        another show later, as a UserInputError too. No archive is ever held in memory.
+        """
+        ...
+
+    def get_tree(
+        self, sandbox_id: SandboxId, path: str, max_bytes: int = TREE_BYTES
+    ) -> AsyncIterator[bytes]:
+        """A folder of the workspace ("." is all of it) as a pax archive, for `put_tree`.
+
+        Equal trees give equal bytes: members are sorted, owners are 0 and times 2020-01-01. Hard
+        links come as files of their own. Raises UserInputError, before the first bytes, when there
+        is no folder, when it holds a FIFO or a socket or when the archive exceeds `max_bytes`;
+        UncapturableTree for what no snapshot could hold either.
+        """
+        ...
+
     async def pause(self, sandbox_id: SandboxId) -> None:
-        """Stop its processes and refuse exec until `resume`."""
+        """Wait for a running command to end, then end its processes and refuse exec.
+
+        Until `resume` it holds no process and no memory but the backend's record of it; its files
+        can be read, written and made a snapshot of.
+        """
         ...
 
     async def resume(self, sandbox_id: SandboxId) -> None:
-        """Undo `pause`."""
+        """Undo `pause`; the next exec starts what it needs."""
+        ...
+
+    async def seal(self, sandbox_id: SandboxId, session: JsonObject) -> Seal:
+        """Freeze the workspace as it is and return; the work on its snapshot goes on behind.
+
+        Commands may run in the meantime. Raises UncapturableTree, SandboxError: nothing is sealed.
+        """
+        ...
+
+    async def settle(self, sandbox_id: SandboxId, seal: Seal) -> Snapshot:
+        """Wait until a seal is durable. The snapshot of an unchanged tree adds no layer.
+
+        The sandbox may be closed by then. Raises SandboxError or StoreError when it cannot be made
+        durable; the next snapshot tries again to.
+        """
         ...
 
     async def snapshot(self, sandbox_id: SandboxId, session: JsonObject) -> Snapshot:
-        """Make the workspace durable as a snapshot; unchanged trees add no layer."""
+        """`seal` and `settle`.
+
+        `session` is kept with it as it is: what else a resumed session must know, such as the
+        state of a `Shell`.
+        """
         ...
 
     async def restore(self, spec: SandboxSpec, snapshot: Snapshot) -> SandboxId:
@@ -206,6 +246,10 @@ class SandboxBackend(Protocol):
 
     async def close(self, sandbox_id: SandboxId) -> None:
         """Kill what runs and free its files. Closing twice is fine."""
+        ...
+
+    async def reap(self) -> list[str]:
+        """Remove what crashed programs left on this machine; returns the names of its owners."""
         ...
 
     async def aclose(self) -> None:
@@ -256,13 +300,17 @@ class _Kept:
 
 async def run(backend: SandboxBackend, sandbox_id: SandboxId, request: ExecRequest) -> ExecResult:
     """Collect an exec's events into one result, bounded in memory."""
-    kept = {stream: _Kept(request.max_output_bytes) for stream in Stream}
+    outputs = (Stream.STDOUT, Stream.STDERR)
+    kept = {stream: _Kept(request.max_output_bytes) for stream in outputs}
+    channel = bytearray()
     async for event in backend.exec(sandbox_id, request):
-        if isinstance(event, OutputChunk):
-            kept[event.stream].add(event.data)
-        else:
-            out, err = kept[Stream.STDOUT], kept[Stream.STDERR]
+        if isinstance(event, ExecExit):
+            out, err = (kept[stream] for stream in outputs)
             dropped = out.dropped + err.dropped
-            texts = (out.text(), err.text())
-            return ExecResult(event.exit_code, event.timed_out, *texts, dropped, event.wall_s)
+            told = (out.text(), err.text(), dropped, event.wall_s, bytes(channel))
+            return ExecResult(event.exit_code, event.timed_out, *told)
+        if event.stream is Stream.CHANNEL:
+            channel += event.data
+        else:
+            kept[event.stream].add(event.data)
     raise AssertionError("an exec stream ends with ExecExit")

@@ -8,93 +8,63 @@ when the caller is cancelled, so that a lock never opens on half-done work.
 from __future__ import annotations
 
 import asyncio
-import errno
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 from k3rl.blobs import BlobStore
 from k3rl.errors import CapabilityMissing, CorruptData, SandboxError, SandboxLost, UserInputError
+from k3rl.sandboxes import transfer
 from k3rl.sandboxes.base import (
-    MIB,
-    Capability,
+    TREE_BYTES,
     ExecEvent,
     ExecExit,
     ExecRequest,
     SandboxId,
-    SandboxSpec,
     SandboxStats,
+    Seal,
 )
-from k3rl.sandboxes.launch import Child, pump
-from k3rl.sandboxes.layers import Entry, Layer, layer_of_files, load, persist, tree_digest
-from k3rl.sandboxes.scratch import Scratch
-from k3rl.sandboxes.workspace import Content, Stack, Workspace
-from k3rl.types import Digest, JsonObject, Snapshot, digest_json
+from k3rl.sandboxes.blocking import in_thread, in_workspace
+from k3rl.sandboxes.box import Box, rest
+from k3rl.sandboxes.disk import DiskWatch
+from k3rl.sandboxes.files.layers import Entry, Layer, layer_of_files, load
+from k3rl.sandboxes.files.merged import tree_digest
+from k3rl.sandboxes.files.seals import Change, Sealed
+from k3rl.sandboxes.files.workspace import Content, Stack, Workspace
+from k3rl.sandboxes.processes.launch import Child, pump
+from k3rl.sandboxes.scratch import Scratch, reap
+from k3rl.sandboxes.snapshots import Job, Seals, Standing
+from k3rl.sandboxes.spec import MIB, Capability, SandboxSpec, check_environment
+from k3rl.types import Digest, JsonObject, ProcessState, Snapshot
 
-P = ParamSpec("P")
-R = TypeVar("R")
-PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP)
+PREPARE = ("true",)
+PREPARE_DEADLINE_S = 60.0
 KEPT_LAYERS = 256
 """Decoded layers kept in memory."""
-
-
-@dataclass(slots=True, eq=False)
-class Box:
-    """One sandbox, on the inside of a backend."""
-
-    id: SandboxId
-    spec: SandboxSpec
-    workspace: Workspace
-    num_durable: int = 0
-    """Layers of the stack, from the bottom, that are in the blob store."""
-    fresh: tuple[Digest, ...] = ()
-    """Layers put on the stack since `last`."""
-    last: Snapshot | None = None
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    child: Child | None = None
-    is_paused: bool = False
-    is_closed: bool = False
-    created: float = field(default_factory=time.monotonic)
-    num_execs: int = 0
-    exec_s: float = 0.0
-
-
-async def in_thread(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Run blocking work in a thread; a cancelled caller still waits for it to end.
-
-    Raises SandboxError for what the operating system refuses.
-    """
-    task = asyncio.ensure_future(asyncio.to_thread(work, *args, **kwargs))
-    try:
-        return await asyncio.shield(task)
-    except OSError as error:
-        raise SandboxError(f"sandbox files: {error}") from error
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        if not task.cancelled():
-            task.exception()
-        raise
 
 
 class LocalBackend(ABC):
     """A SandboxBackend less how a command is started and what can be enforced."""
 
     name: str
+    is_live = True
+    """Whether something of a sandbox runs between its commands."""
 
     def __init__(self, blobs: BlobStore, scratch: Scratch) -> None:
         """Owns `scratch` from now on."""
         self.blobs, self.scratch = blobs, scratch
         self._boxes: dict[SandboxId, Box] = {}
         self._layers: dict[Digest, Layer] = {}
+        self._seals = Seals(blobs)
         self._capabilities: frozenset[Capability] | None = None
         self._programs: set[str] = set()
         """Those that were found on the sandboxes' PATH."""
         self._probing = asyncio.Lock()
+        self._disk = DiskWatch(scratch.owner)
         self._is_closed = False
 
     @abstractmethod
@@ -123,8 +93,12 @@ class LocalBackend(ABC):
         await self._check(spec)
         return (await self.open_box(spec, files or {})).id
 
+    async def connect(self) -> None:  # noqa: B027 (most have nothing to reach)
+        """Reach whatever runs the sandboxes; only Docker needs to. Raises CapabilityMissing."""
+
     async def open_box(self, spec: SandboxSpec, files: Mapping[str, bytes]) -> Box:
         """`create` without its checks: what the checks themselves run in."""
+        await self.connect()
         return await in_thread(self._open, spec, files)
 
     async def exec(
@@ -143,7 +117,8 @@ class LocalBackend(ABC):
             if box.is_closed:
                 box.child.kill()
             try:
-                async with aclosing(pump(box.child, request.deadline_s)) as events:
+                output = pump(box.child, request.deadline_s, request.channel_bytes)
+                async with aclosing(self._disk.watched(box, output)) as events:
                     async for event in events:
                         if isinstance(event, ExecExit):
                             last = event
@@ -158,36 +133,93 @@ class LocalBackend(ABC):
             self._alive(box)
         yield last
 
+    async def prepare(self, sandbox_id: SandboxId) -> None:
+        """Have a live sandbox started, and its first command, which counts for nothing, done."""
+        box = self._box(sandbox_id)
+        async with box.lock:
+            self._alive(box)
+            if self.is_live and not box.is_paused and (box.live is None or box.live.is_over):
+                child = await self._start(box, ExecRequest(PREPARE))
+                async with aclosing(pump(child, PREPARE_DEADLINE_S)) as events:
+                    async for _ in events:
+                        pass
+
     async def put(self, sandbox_id: SandboxId, path: str, data: bytes, mode: int = 0o644) -> None:
         """Write a regular file; the mode's permission bits are kept."""
         box = self._box(sandbox_id)
         async with box.lock:
-            await in_thread(_in_workspace, path, self._alive(box).write, path, data, mode)
+            self._alive(box)
+            await transfer.put(box, self._start, path, data, mode)
 
     async def get(self, sandbox_id: SandboxId, path: str, max_bytes: int = 16 * MIB) -> bytes:
         """Read a regular file. Raises UserInputError when there is none of at most `max_bytes`."""
         box = self._box(sandbox_id)
         async with box.lock:
-            return await in_thread(_in_workspace, path, self._alive(box).read, path, max_bytes)
+            return await in_thread(in_workspace, path, self._alive(box).read, path, max_bytes)
+
+    async def put_tree(
+        self,
+        sandbox_id: SandboxId,
+        path: str,
+        chunks: AsyncIterator[bytes],
+        max_bytes: int = TREE_BYTES,
+    ) -> None:
+        """The archive is collected on disk first; a live sandbox that would not see it ends."""
+        box = self._box(sandbox_id)
+        async with transfer.collected(chunks, self.scratch.owner, max_bytes) as archive, box.lock:
+            self._alive(box)
+            await transfer.put_tree(box, path, archive)
+
+    async def get_tree(
+        self, sandbox_id: SandboxId, path: str, max_bytes: int = TREE_BYTES
+    ) -> AsyncGenerator[bytes, None]:
+        """The archive of one moment; the sandbox is free again before the first bytes come."""
+        box = self._box(sandbox_id)
+        async with transfer.spool(self.scratch.owner) as archive:
+            async with box.lock:
+                self._alive(box)
+                await transfer.get_tree(box, path, archive, max_bytes)
+            async for chunk in transfer.chunks_of(archive):
+                yield chunk
 
     async def pause(self, sandbox_id: SandboxId) -> None:
-        """Wait for a running command to end, then refuse further ones."""
+        """Wait for a running command to end, end what ran it, and refuse further ones."""
         box = self._box(sandbox_id)
         async with box.lock:
             box.is_paused = True
+            await in_thread(rest, box)
 
     async def resume(self, sandbox_id: SandboxId) -> None:
         """Undo `pause`."""
         self._box(sandbox_id).is_paused = False
 
-    async def snapshot(self, sandbox_id: SandboxId, session: JsonObject) -> Snapshot:
-        """Durable when it returns. Nothing changed since the last one: the same snapshot."""
+    @property
+    def process_state(self) -> ProcessState:
+        """What snapshots say of processes: nothing outlives a command, where that is enforced."""
+        ends_all = Capability.KILLS_DESCENDANTS in (self._capabilities or ())
+        return ProcessState.NONE if ends_all else ProcessState.LOST
+
+    async def seal(self, sandbox_id: SandboxId, session: JsonObject) -> Seal:
+        """Freezes by reading a small change, or by moving or copying a large one."""
         box = self._box(sandbox_id)
         async with box.lock:
             workspace = self._alive(box)
-            if box.num_durable == len(workspace.stack.layers) and workspace.is_untouched():
-                return _note(box, session, 0)
-            return await in_thread(self._snapshot, box, session)
+            sealed = workspace.sealed
+            if not workspace.is_untouched():
+                sealed = await in_thread(workspace.seal, partial(rest, box))
+            return self._start_job(box, sealed, session)
+
+    def _start_job(self, box: Box, sealed: Sealed, session: JsonObject | None) -> Seal:
+        box.job, seal = self._seals.begin(box.id, box.job, sealed, session, self.process_state)
+        return seal
+
+    async def settle(self, sandbox_id: SandboxId, seal: Seal) -> Snapshot:
+        """Also of a sandbox that was closed meanwhile."""
+        return await self._seals.settle(sandbox_id, seal)
+
+    async def snapshot(self, sandbox_id: SandboxId, session: JsonObject) -> Snapshot:
+        """Durable when it returns. Nothing changed since the last one: the same snapshot."""
+        return await self.settle(sandbox_id, await self.seal(sandbox_id, session))
 
     async def restore(self, spec: SandboxSpec, snapshot: Snapshot) -> SandboxId:
         """A new sandbox, checked to have the snapshot's tree digest."""
@@ -195,11 +227,15 @@ class LocalBackend(ABC):
         return (await in_thread(self._restore, spec, snapshot)).id
 
     async def fork(self, sandbox_id: SandboxId, n: int) -> list[SandboxId]:
-        """`n` sandboxes that share this one's layers; what is unsaved becomes a layer first."""
+        """`n` sandboxes that share this one's layers; what is new becomes a layer behind that."""
         box = self._box(sandbox_id)
         async with box.lock:
             self._alive(box)
-            return [twin.id for twin in await in_thread(self._fork, box, n)]
+            twins = await in_thread(self._fork, box, n)
+            self._start_job(box, box.workspace.sealed, None)
+            for twin in twins:
+                twin.job = box.job
+            return [twin.id for twin in twins]
 
     async def tree_digest(self, sandbox_id: SandboxId) -> Digest:
         """Digest of the present tree."""
@@ -213,11 +249,11 @@ class LocalBackend(ABC):
         async with box.lock:
             tree = await in_thread(self._alive(box).tree)
         size = sum(entry.size for entry in tree.values())
-        age_s = time.monotonic() - box.created
-        return SandboxStats(box.num_execs, box.exec_s, age_s, size, box.is_paused)
+        age_s, seals = time.monotonic() - box.created, self._seals.states(box.id)
+        return SandboxStats(box.num_execs, box.exec_s, age_s, size, box.is_paused, seals)
 
     async def close(self, sandbox_id: SandboxId) -> None:
-        """Kill what runs, then delete the workspace."""
+        """Kill what runs, then delete the workspace; its seals go on to be durable."""
         box = self._boxes.pop(sandbox_id, None)
         if box is None:
             return
@@ -225,24 +261,36 @@ class LocalBackend(ABC):
         if box.child is not None:
             box.child.kill()
         async with box.lock:
+            await in_thread(rest, box)
             await in_thread(box.workspace.remove)
+
+    async def reap(self) -> list[str]:
+        """Remove the folders, control groups and processes of dead owners of this scratch."""
+        return await in_thread(reap, self.scratch.root, self.scratch.identity)
 
     async def aclose(self) -> None:
         """Close every sandbox and delete the owner's folder; the backend is not usable again."""
         self._is_closed = True
         await asyncio.gather(*(self.close(id) for id in list(self._boxes)))
+        await self._seals.aclose()
         await in_thread(self.scratch.remove)
 
     async def _check(self, spec: SandboxSpec) -> None:
-        missing = sorted(set(spec.required) - await self.capabilities())
+        check_environment(spec.environment)
+        wanted = {*spec.required, *([Capability.IMAGES] if spec.image is not None else [])}
+        missing = sorted(wanted - await self.capabilities())
         if missing:
             raise CapabilityMissing(f"backend {self.name} cannot enforce {', '.join(missing)} here")
-        unknown = set(spec.executables) - self._programs
-        self._programs |= {program for program in unknown if self._finds(program)}
-        absent = [program for program in spec.executables if program not in self._programs]
+        absent = await self._absent(spec)
         if absent:
             names = ", ".join(absent)
             raise CapabilityMissing(f"not on the PATH of backend {self.name}'s sandboxes: {names}")
+
+    async def _absent(self, spec: SandboxSpec) -> list[str]:
+        """Which of the spec's programs its sandboxes would not find."""
+        unknown = set(spec.executables) - self._programs
+        self._programs |= {program for program in unknown if self._finds(program)}
+        return [program for program in spec.executables if program not in self._programs]
 
     def _box(self, sandbox_id: SandboxId) -> Box:
         box = self._boxes.get(sandbox_id)
@@ -255,7 +303,7 @@ class LocalBackend(ABC):
             raise SandboxLost(f"sandbox {box.id} is gone")
         return box.workspace
 
-    def _add(self, spec: SandboxSpec, make: Callable[[Path], Workspace]) -> Box:
+    def _add(self, spec: SandboxSpec, make: Callable[[Path], Workspace], standing: Standing) -> Box:
         if self._is_closed:
             raise SandboxError(f"backend {self.name} is closed")
         number = secrets.token_hex(8)
@@ -263,39 +311,27 @@ class LocalBackend(ABC):
             workspace = make(self.scratch.owner / number)
         except OSError as error:
             raise SandboxError(f"{self.scratch.owner}: cannot make a workspace: {error}") from error
-        box = Box(f"{self.name}-{number}", spec, workspace)
+        job = Job(workspace.sealed, standing)
+        box = Box(f"{self.name}-{number}", spec, workspace, job, weight=workspace.weigh())
         self._boxes[box.id] = box
         return box
 
     def _open(self, spec: SandboxSpec, files: Mapping[str, bytes]) -> Box:
-        stack = Stack()
+        stack, owed = Stack(), tuple[Sealed, ...]()
         contents: Mapping[Digest, bytes] = {}
         if files:
             layer, contents = layer_of_files(files)
             stack = stack.push(layer)
 
-        def make(folder: Path) -> Workspace:
-            return self._workspace(folder, stack, lambda entry: contents[entry.digest])
+        def content(entry: Entry) -> list[bytes]:
+            return [contents[entry.digest]]
 
-        box = self._add(spec, make)
-        box.fresh = tuple(layer.id for layer in stack.layers)
-        return box
-
-    def _settle(self, box: Box) -> int:
-        """Make every layer of the stack and what changed durable; returns the bytes added."""
-        workspace = box.workspace
-        change = workspace.change()
-        pending = list(workspace.stack.layers[box.num_durable :])
-        pending += [change] if change else []
-        num_bytes = sum(persist(self.blobs, layer, workspace.read_large) for layer in pending)
-        if change:
-            workspace.seal(change)
-            box.fresh += (change.id,)
-        box.num_durable = len(workspace.stack.layers)
-        return num_bytes
-
-    def _snapshot(self, box: Box, session: JsonObject) -> Snapshot:
-        return _note(box, session, self._settle(box))
+        if files:
+            first = Change(stack.tree, layer, content)
+            owed = (Sealed(lambda: first),)
+        return self._add(
+            spec, lambda folder: self._workspace(folder, stack, content), Standing(owed=owed)
+        )
 
     def _restore(self, spec: SandboxSpec, snapshot: Snapshot) -> Box:
         stack = Stack()
@@ -307,12 +343,11 @@ class LocalBackend(ABC):
             raise CorruptData(name, 0, "tree_digest", detail)
         small = {digest: data for layer in stack.layers for digest, data in layer.inline.items()}
 
-        def content(entry: Entry) -> bytes:
-            return small[entry.digest] if entry.is_inline else self.blobs.get(entry.digest)
+        def content(entry: Entry) -> Iterable[bytes]:
+            return [small[entry.digest]] if entry.is_inline else self.blobs.blocks(entry.digest)
 
-        box = self._add(spec, lambda folder: self._workspace(folder, stack, content))
-        box.num_durable, box.last = len(stack.layers), snapshot
-        return box
+        standing = Standing(snapshot.layers, last=snapshot)
+        return self._add(spec, lambda folder: self._workspace(folder, stack, content), standing)
 
     def _load(self, layer_id: Digest) -> Layer:
         layer = self._layers.get(layer_id)
@@ -324,47 +359,13 @@ class LocalBackend(ABC):
         return layer
 
     def _fork(self, box: Box, n: int) -> list[Box]:
-        self._settle(box)
-        twins = []
-        for _ in range(n):
-            twin = self._add(box.spec, box.workspace.copy)
-            twin.num_durable, twin.fresh, twin.last = box.num_durable, box.fresh, box.last
-            twins.append(twin)
-        return twins
-
-
-def _note(box: Box, session: JsonObject, num_bytes: int) -> Snapshot:
-    """The snapshot of a box whose whole tree is durable; the last one when nothing is new."""
-    last, stack = box.last, box.workspace.stack
-    is_same_tree = last is not None and not box.fresh
-    if last is not None and is_same_tree and session == last.session:
-        return last
-    parent = last.snapshot_id if last else None
-    box.last = Snapshot(
-        snapshot_id=digest_json([parent, box.fresh, session]),
-        parent=parent,
-        layers=tuple(layer.id for layer in stack.layers),
-        session=session,
-        tree_digest=last.tree_digest if last and is_same_tree else tree_digest(stack.tree),
-        num_bytes=num_bytes,
-    )
-    box.fresh = ()
-    return box.last
-
-
-def _in_workspace(path: str, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Tell failures that the path's owner caused from those of the machine."""
-    try:
-        return work(*args, **kwargs)
-    except OSError as error:
-        if error.errno in PATH_ERRORS:
-            raise UserInputError(f"{path!r}: {error.strerror}") from None
-        raise SandboxError(f"{path!r}: {error}") from error
+        box.workspace.seal(partial(rest, box), is_shared=True)
+        return [self._add(box.spec, box.workspace.copy, box.job.standing) for _ in range(n)]
 
 
 def _check_request(request: ExecRequest) -> None:
-    words = [*request.argv, *request.environment, *request.environment.values()]
-    if not request.argv or not request.argv[0] or any("\0" in word for word in words):
+    if not request.argv or not request.argv[0] or any("\0" in word for word in request.argv):
         raise UserInputError("an exec needs a program, and no word may hold a NUL byte")
-    if any("=" in name or not name for name in request.environment):
-        raise UserInputError("names of environment variables are not empty and hold no '='")
+    if request.channel_bytes < 0:
+        raise UserInputError(f"channel_bytes: {request.channel_bytes} is negative")
+    check_environment(request.environment)

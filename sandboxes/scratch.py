@@ -21,8 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from k3rl.errors import SandboxError
-from k3rl.sandboxes.orphans import await_launches, end_orphans
-from k3rl.sandboxes.trees import Identity, remove_tree
+from k3rl.sandboxes.files.trees import Identity, remove_tree
+from k3rl.sandboxes.processes.cgroups import remove_groups
+from k3rl.sandboxes.processes.orphans import await_launches, end_orphans
+from k3rl.sandboxes.processes.uids import end_claimed, is_mapped
 from k3rl.types import digest_json
 
 SANDBOX_UID = 60_600
@@ -54,7 +56,8 @@ class Scratch:
         return self.owner / LAUNCH_LOCK
 
     def remove(self) -> None:
-        """Delete the owner's folder."""
+        """Delete the owner's folder and control groups."""
+        remove_groups(self.owner)
         remove_tree(self.owner)
         if self.is_stand_in and self.root.exists():
             with _locked(self.root):
@@ -67,7 +70,7 @@ def sandbox_identity() -> Identity | None:
     if os.geteuid() != 0:
         return None
     for uid in (SANDBOX_UID, OVERFLOW_UID):
-        if _is_mapped("uid_map", uid) and _is_mapped("gid_map", uid):
+        if is_mapped(uid):
             return Identity(uid, uid)
     raise SandboxError("running as root, but no unprivileged uid is mapped here to drop to")
 
@@ -82,14 +85,6 @@ def switch_user(who: Identity | None) -> list[str]:
     if who is None or not SETPRIV.exists():
         return []
     return [str(SETPRIV), f"--reuid={who.uid}", f"--regid={who.gid}", "--clear-groups", "--"]
-
-
-def _is_mapped(table: str, number: int) -> bool:
-    for line in Path("/proc/self", table).read_text().splitlines():
-        first, _, count = (int(word) for word in line.split())
-        if first <= number < first + count:
-            return True
-    return False
 
 
 def open_scratch(root: Path, identity: Identity | None) -> Scratch:
@@ -108,6 +103,16 @@ def open_scratch(root: Path, identity: Identity | None) -> Scratch:
     raise SandboxError(f"{root}: this scratch folder keeps vanishing")
 
 
+def reap(root: Path, identity: Identity | None) -> list[str]:
+    """Remove what dead owners left in a scratch folder; returns the names of their folders.
+
+    Processes that nobody owns are ended first. Raises SandboxError on an unusable folder.
+    """
+    before = {path.name for path in root.glob("owner-*")}
+    open_scratch(root, identity).remove()
+    return sorted(before - {path.name for path in root.glob("owner-*")})
+
+
 def _new_owner(root: Path, identity: Identity | None, is_stand_in: bool) -> Scratch:
     place = _here()
     dead = [folder for folder in root.iterdir() if _is_dead(folder.name, place)]
@@ -115,7 +120,8 @@ def _new_owner(root: Path, identity: Identity | None, is_stand_in: bool) -> Scra
         await_launches(folder / LAUNCH_LOCK)
     end_orphans(_code_uids())
     for folder in dead:
-        remove_tree(folder)
+        if end_claimed(folder) and remove_groups(folder):
+            remove_tree(folder)
     layers = root / f"layers-{place}"
     layers.mkdir(mode=0o700, exist_ok=True)
     _close_to_others(layers, identity)
@@ -157,6 +163,11 @@ def _start_time(pid: int) -> str | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in "ZX" else fields[19]
+
+
+def is_dead_owner(name: str) -> bool:
+    """Whether a folder name of `Scratch.owner` names a dead owner of this machine."""
+    return _is_dead(name, _here())
 
 
 def _is_dead(name: str, place: str) -> bool:

@@ -3,30 +3,107 @@
 import asyncio
 import os
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
+import pytest
+import ray
+
+from k3rl.actors import SandboxHostActor, sandbox_proxy
 from k3rl.blobs import BlobStore
-from k3rl.sandboxes.base import ExecRequest, ExecResult, SandboxBackend, SandboxSpec, run
-from k3rl.sandboxes.bwrap import find_bwrap
+from k3rl.sandboxes.backends.bwrap import find_bwrap
+from k3rl.sandboxes.base import ExecRequest, ExecResult, SandboxBackend, run
 from k3rl.sandboxes.factory import open_backend
+from k3rl.sandboxes.processes.landlock import MIN_ABI, landlock_abi
+from k3rl.sandboxes.remote import LEASE_S, RemoteBackend, SandboxHost
+from k3rl.sandboxes.spec import SandboxSpec
+from k3rl.types import digest_json
 
 ANY = SandboxSpec(required=())
+
+
+class Hosts:
+    """Sandbox hosts over bwrap, one for each folder, in one actor: each would take a second."""
+
+    def __init__(self) -> None:
+        self._hosts: dict[str, SandboxHostActor] = {}
+
+    async def call(self, folder: str, client: str, method: str, arguments: list[bytes]) -> bytes:
+        if folder not in self._hosts:
+            places = f"{folder}/blobs", f"{folder}/scratch"
+            self._hosts[folder] = SandboxHostActor("bwrap", *places, False, LEASE_S)
+        return await self._hosts[folder].call(client, method, arguments)
+
+    async def aclose(self, folder: str) -> None:
+        await self._hosts.pop(folder).aclose()
+
+
+HOSTS = "sandbox-hosts"
+"""The name of the actor, which the fixture `sandbox_hosts` starts."""
+
+
+@asynccontextmanager
+async def opened(kind: str, folder: Path) -> AsyncIterator[SandboxBackend]:
+    """A fresh backend over the blobs in `folder`.
+
+    "remote" is a host over bwrap in a Ray actor, "bytes" one in this process.
+    """
+    if kind == "remote":
+        hosts = ray.get_actor(HOSTS)
+        at_folder = SimpleNamespace(remote=partial(hosts.call.remote, str(folder)))
+        backend = sandbox_proxy(SimpleNamespace(call=at_folder))
+        try:
+            yield backend
+        finally:
+            await backend.aclose()
+            await hosts.aclose.remote(str(folder))
+    elif kind == "bytes":
+        async with opened("bwrap", folder) as served:
+            host = SandboxHost(served)
+            backend = cast(SandboxBackend, RemoteBackend(partial(host.call, "client")))
+            yield backend
+            await backend.aclose()
+            await host.aclose()
+    else:
+        blobs = BlobStore(folder / "blobs")
+        backend = open_backend(kind, blobs, folder / "scratch", allow_unconfined=True)
+        try:
+            yield backend
+        finally:
+            await backend.aclose()
 
 
 def play(kind: str, folder: Path, body: Callable[[SandboxBackend], Awaitable[None]]) -> None:
     """Run `body` with a fresh backend of this kind over the blobs in `folder`, then close it."""
 
     async def main() -> None:
-        backend = open_backend(
-            kind, BlobStore(folder / "blobs"), folder / "scratch", allow_unconfined=True
-        )
-        try:
+        async with opened(kind, folder) as backend:
             await body(backend)
-        finally:
-            await backend.aclose()
 
     asyncio.run(main())
+
+
+def started(kind: str, request: pytest.FixtureRequest) -> str:
+    """`kind`, with what it needs running."""
+    needs = {"docker": "docker_engine", "remote": "sandbox_hosts"}
+    if kind in needs:
+        request.getfixturevalue(needs[kind])
+    if kind == "landlock" and landlock_abi() < MIN_ABI:
+        pytest.skip(f"this kernel's Landlock ABI is below {MIN_ABI}")
+    return kind
+
+
+def daemon_group(socket: str) -> int:
+    """A group that may use a daemon's socket and is not root's; it is given one where it must."""
+    group = os.stat(socket).st_gid
+    if group == 0:
+        group = 54322
+        os.chown(socket, 0, group)
+    return group
 
 
 def reachable_bwrap(folder: Path) -> Path:
@@ -65,3 +142,19 @@ def survivors(folder: Path) -> list[str]:
         except OSError:
             continue
     return [line for line in found if line.split()[0] != str(os.getpid())]
+
+
+def scratch_of(folder: Path) -> Path:
+    """Where the sandboxes of an `opened` backend lie: its scratch, or root's stand-in for it."""
+    wanted = folder / "scratch"
+    stand_in = Path(f"/tmp/k3rl-{os.geteuid()}-{digest_json(str(wanted))[:16]}")
+    return wanted if wanted.exists() else stand_in
+
+
+async def eventually(is_so: Callable[[], bool], within_s: float = 10.0) -> None:
+    """Return when it is so."""
+    for _ in range(int(within_s / 0.05)):
+        if is_so():
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"not within {within_s} s")

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,124 +11,68 @@ from hypothesis import strategies as st
 
 from k3rl.blobs import BlobStore
 from k3rl.errors import CorruptData, SandboxError, UserInputError
-from k3rl.sandboxes.layers import (
-    EMPTY_TREE,
+from k3rl.sandboxes.files.held import inline_reader
+from k3rl.sandboxes.files.layers import (
     INLINE_BYTES,
     ROOT,
     Entry,
     EntryType,
     Layer,
-    difference,
     layer_of_files,
-    load,
-    merge,
     pack,
     persist,
-    tree_digest,
+    sort_key,
     unpack,
 )
-from k3rl.sandboxes.trees import extract, file_writer, remove_tree, scan
-from k3rl.sandboxes.workspace import PlainWorkspace, Stack
+from k3rl.sandboxes.files.merged import EMPTY_TREE, Tree, difference, merge, tree_digest
+from k3rl.sandboxes.files.scan import scan
+from k3rl.sandboxes.files.trees import extract, file_writer, remove_tree
 from k3rl.types import digest_bytes
 
-NAMES = st.sampled_from(["a", "b", "a-b", "c \n", "\u00e9", os.fsdecode(b"\xff\x01")])
-PATHS = st.lists(NAMES, min_size=1, max_size=3).map("/".join)
+PATHS = ["a", "b", "c", *(f"{folder}/{name}" for folder in "abc" for name in "xyz")]
+BODIES = [b"", b"1", b"22"]
+CONTENT_BY_DIGEST = {digest_bytes(body): body for body in BODIES}
+KINDS = st.sampled_from([0o644, 0o4755, "dir", "dir", "link", "fifo"])
+FACTS = st.tuples(
+    st.sampled_from(BODIES),
+    st.sampled_from([(), (("user.a", b"\0\xff"),), (("user.a", b""), ("user.b", b"1"))]),
+    st.sampled_from([(0, 0), (33, 0)]),
+    st.integers(0, 2),
+)
+
+
+@st.composite
+def trees(draw) -> Tree:
+    """A tree of few names, so that two of them have much in common; some files have more names."""
+    kinds = draw(st.dictionaries(st.sampled_from(["a", "b", "c"]), KINDS, max_size=3))
+    for folder in [path for path, kind in kinds.items() if kind == "dir"]:
+        inner = draw(st.dictionaries(st.sampled_from("xyz"), KINDS, max_size=3))
+        kinds |= {f"{folder}/{name}": kind for name, kind in inner.items()}
+    entries = [ROOT]
+    for path, kind in sorted(kinds.items()):
+        body, xattrs, (uid, gid), mtime_ns = draw(FACTS)
+        facts = {"mtime_ns": mtime_ns, "uid": uid, "gid": gid}
+        if kind in ("link", "fifo"):
+            target = "t" if kind == "link" else ""
+            entries.append(Entry(path, EntryType(kind), target=target, **facts))
+        elif kind == "dir":
+            entries.append(Entry(path, EntryType.DIR, 0o755, xattrs=xattrs, **facts))
+        else:
+            content = {"size": len(body), "digest": digest_bytes(body), "xattrs": xattrs}
+            entries.append(Entry(path, EntryType.FILE, kind, **content, **facts))
+    for names in draw(st.lists(st.sets(st.sampled_from(PATHS)), max_size=2)):
+        alike = [e for e in entries if e.path in names and not e.group and e.type != "dir"]
+        first = min(alike, key=sort_key, default=ROOT)
+        for entry in alike if len(alike) > 1 else ():
+            other = replace(first, path=entry.path, group=first.path)
+            entries[entries.index(entry)] = other
+    return Tree.of(entries)
+
+
+TREES = trees()
 CONTENTS = st.one_of(
     st.binary(max_size=40), st.integers(0, 3).map(lambda n: b"%d" % n * (INLINE_BYTES + n))
 )
-MODES = st.sampled_from([0o644, 0o600, 0o755, 0o000, 0o4755])
-EDITS = st.one_of(
-    st.tuples(st.just("file"), PATHS, CONTENTS, MODES),
-    st.tuples(st.just("dir"), PATHS, st.sampled_from([0o755, 0o700, 0o500, 0o1777])),
-    st.tuples(st.just("link"), PATHS, st.sampled_from(["a", "../x", "/etc/passwd", "\u00e9"])),
-    st.tuples(st.just("fifo"), PATHS, MODES),
-    st.tuples(st.just("remove"), PATHS),
-)
-
-
-def real_folder(root: Path, parts: list[str]) -> Path | None:
-    """The folder at `parts`, made where nothing is; None where something else is in the way."""
-    here = root
-    for part in parts:
-        here = here / part
-        if here.is_symlink() or (here.exists() and not here.is_dir()):
-            return None
-        here.mkdir(exist_ok=True)
-    return here
-
-
-def apply(edit: tuple, root: Path) -> None:
-    """Carry out one edit on a real folder; edits that cannot be done are skipped."""
-    kind, path, *rest = edit
-    *above, name = path.split("/")
-    folder = real_folder(root, above)
-    if folder is None:
-        return
-    target = folder / name
-    if target.is_dir() and not target.is_symlink():
-        if kind == "dir":
-            target.chmod(rest[0])
-            return
-        remove_tree(target)
-    elif os.path.lexists(target):
-        target.unlink()
-    if kind == "file":
-        target.write_bytes(rest[0])
-        target.chmod(rest[1])
-    elif kind == "dir":
-        target.mkdir()
-        target.chmod(rest[0])
-    elif kind == "link":
-        target.symlink_to(rest[0])
-    elif kind == "fifo":
-        os.mkfifo(target)
-        target.chmod(rest[0])
-
-
-def captured(folder: Path) -> tuple[dict, dict]:
-    inline: dict = {}
-    return {entry.path: entry for entry in scan(folder, inline)}, inline
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.lists(EDITS, max_size=6), min_size=1, max_size=4))
-def test_layers_add_up_to_the_tree_they_were_captured_from(rounds):
-    if os.geteuid() != 0:
-        # A mode that shuts its owner out stops the edits, not the code under test.
-        rounds = [[e for e in edits if 0o500 not in e and 0 not in e] for edits in rounds]
-    with tempfile.TemporaryDirectory() as temp:
-        blobs = BlobStore(Path(temp, "blobs"))
-        source = PlainWorkspace(Path(temp, "source"), Stack(), lambda entry: b"")
-        ids = []
-        for edits in rounds:
-            for edit in edits:
-                apply(edit, source.files)
-            change = source.change()
-            if change is not None:
-                persist(blobs, change, source.read_large)
-                source.seal(change)
-                ids.append(change.id)
-        truth, inline = captured(source.files)
-
-        stack = Stack()
-        for layer_id in ids:
-            stack = stack.push(load(blobs, layer_id))
-        root_only = {"": truth[""]}
-        assert {**stack.tree, **root_only} == truth
-        assert tree_digest(stack.tree) == tree_digest(truth)
-        single = merge(EMPTY_TREE, Layer.of(truth.values(), inline))
-        assert tree_digest(single) == tree_digest(truth)
-
-        small = {d: data for layer in stack.layers for d, data in layer.inline.items()}
-
-        def content(entry: Entry) -> bytes:
-            return small[entry.digest] if entry.is_inline else blobs.get(entry.digest)
-
-        extract(stack.tree.values(), Path(temp, "out"), file_writer(content, None), None)
-        again, _ = captured(Path(temp, "out"))
-        assert again == dict(stack.tree)
-        remove_tree(Path(temp, "out"))
-        source.remove()
 
 
 @settings(max_examples=60, deadline=None)
@@ -164,9 +109,10 @@ def test_an_overlay_on_disk_round_trips(data):
     layer = Layer.of(entries, {digest: b"x"})
     with tempfile.TemporaryDirectory() as temp:
         folder = Path(temp, "layer")
-        extract(layer.entries, folder, file_writer(lambda entry: b"x", None), None)
+        extract(layer.entries, folder, file_writer(lambda entry: [b"x"], None), None)
         inline: dict = {}
-        assert Layer.of(scan(folder, inline), inline).id == layer.id
+        found = scan(folder, inline_reader(inline), is_upper=True)
+        assert Layer.of(found, inline).id == layer.id
 
 
 def test_a_folder_deleted_and_made_again_does_not_show_its_old_files():
@@ -197,26 +143,91 @@ def test_a_file_in_the_place_of_a_folder_hides_what_was_in_it():
 
 
 def test_the_tree_digest_names_content_and_nothing_else():
-    one = {e.path: e for e in layer_of_files({"a": b"1"})[0].entries}
-    entry = one["a"]
-    older = {**one, "a": Entry("a", EntryType.FILE, 0o644, 5, 1, digest=entry.digest)}
-    assert tree_digest(older) == tree_digest(one)
-    for other in (
-        Entry("a", EntryType.FILE, 0o755, 5, 1, digest=entry.digest),
-        Entry("a", EntryType.FILE, 0o644, 5, 1, digest=digest_bytes(b"2")),
-        Entry("a", EntryType.LINK, 0, 5, target="1"),
-        Entry("b", EntryType.FILE, 0o644, 5, 1, digest=entry.digest),
+    one = Tree.of(layer_of_files({"a": b"1", "b": b"1"})[0].entries)
+    a, b = one["a"], one["b"]
+    for same in (
+        replace(a, mtime_ns=5),
+        replace(a, uid=33, gid=44),
+        replace(a, xattrs=(("user.x", b"1"),)),
     ):
-        assert tree_digest({"": ROOT, other.path: other}) != tree_digest(one)
+        tree = Tree.of([ROOT, same, b])
+        assert tree != one
+        assert tree_digest(tree) == tree_digest(one)
+    linked = [replace(entry, group="a") for entry in (a, b)]
+    assert tree_digest(Tree.of([ROOT, *linked])) == tree_digest(one)
+    for other in (
+        replace(a, mode=0o755),
+        replace(a, digest=digest_bytes(b"2")),
+        Entry("a", EntryType.LINK, 0, 5, target="1"),
+        Entry("a", EntryType.FIFO, 0o644, 5),
+        Entry("a", EntryType.DIR, 0o644, 5),
+        replace(a, path="c"),
+    ):
+        assert tree_digest(Tree.of([ROOT, other, b])) != tree_digest(one)
+
+
+def test_a_tree_digest_is_the_same_by_hand():
+    layer, _ = layer_of_files({"d/x": b"1", "e": b"22"})
+    tree = Tree.of(
+        [
+            *layer.entries,
+            Entry("l", EntryType.LINK, target="d/x"),
+        ]
+    )
+    row = b"%s\0%s\0%o\0%s\0%s\0"
+    x = row % (b"x", b"file", 0o644, digest_bytes(b"1").encode(), b"")
+    d = row % (b"d", b"dir", 0o755, digest_bytes(x).encode(), b"")
+    e = row % (b"e", b"file", 0o644, digest_bytes(b"22").encode(), b"")
+    link = row % (b"l", b"link", 0, b"", b"d/x")
+    root = row % (b"", b"dir", 0o755, digest_bytes(d + e + link).encode(), b"")
+    assert tree_digest(tree) == digest_bytes(root)
+
+
+@settings(max_examples=150, deadline=None)
+@given(TREES, TREES, TREES)
+def test_a_difference_turns_one_tree_into_the_other(old, middle, new):
+    for before, after in ((old, middle), (middle, new), (old, new)):
+        layer = Layer.of(difference(before, after), CONTENT_BY_DIGEST)
+        # What is stored is read back, and stands alone: with what it names it makes `after`.
+        layer = unpack(pack(layer.entries, layer.inline), "x") if layer.entries else layer
+        merged = merge(before, layer)
+        assert merged == after
+        assert merged.groups == after.groups
+        assert tree_digest(merged) == tree_digest(after)
+        assert (layer.entries == ()) == (before == after)
+        assert difference(merged, after) == []
+    direct = Layer.of(difference(old, new), CONTENT_BY_DIGEST)
+    by_way = merge(merge(old, Layer.of(difference(old, middle), CONTENT_BY_DIGEST)),
+                   Layer.of(difference(middle, new), CONTENT_BY_DIGEST))  # fmt: skip
+    assert merge(old, direct) == by_way
+
+
+def test_what_a_layer_does_not_touch_is_shared():
+    files = {f"d{n}/f{m}": b"x" for n in range(20) for m in range(20)}
+    tree = merge(EMPTY_TREE, layer_of_files(files)[0])
+    tree_digest(tree)
+    entry = replace(tree["d3/f4"], mode=0o600)
+    after = merge(tree, Layer("", (tree[""], tree["d3"], entry), {}))
+    fresh = [path for path in after if node_at(after, path) is not node_at(tree, path)]
+    assert fresh == ["", "d3", "d3/f4"]
+    assert [path for path in after if node_at(after, path).row is None] == fresh
+    assert [each.path for each in difference(tree, after)] == ["d3/f4", "d3", ""]
+
+
+def node_at(tree: Tree, path: str):
+    node = tree.root
+    for name in path.split("/") if path else ():
+        node = node.children[name]
+    return node
 
 
 def test_small_files_travel_in_one_blob(tmp_path):
     blobs = BlobStore(tmp_path)
     layer, contents = layer_of_files({f"f{n}": b"%d" % n * 100 for n in range(20)})
-    persist(blobs, layer, lambda entry: contents[entry.digest])
+    persist(blobs, layer, lambda entry: [contents[entry.digest]])
     assert list(blobs.digests()) == [layer.id]
     large, contents = layer_of_files({"x": b"x" * (INLINE_BYTES + 1), "y": b"y" * INLINE_BYTES})
-    persist(blobs, large, lambda entry: contents[entry.digest])
+    persist(blobs, large, lambda entry: [contents[entry.digest]])
     assert [e.path for e in large.large_files()] == ["x"]
     assert len(list(blobs.digests())) == 3
 
@@ -239,6 +250,18 @@ def file_entry(path: str) -> Entry:
         [ROOT, Entry("a", EntryType.FILE, 0o644, 1, 1, digest="../../etc/passwd")],
         [ROOT, Entry("a", EntryType.FILE, 0o644, 1, -1, digest=digest_bytes(b"x"))],
         [ROOT, Entry("a", EntryType.DIR, 0o200000)],
+        [ROOT, replace(file_entry("a"), uid=-1)],
+        [ROOT, replace(file_entry("a"), gid=1 << 32)],
+        [ROOT, replace(file_entry("a"), group="a")],
+        [ROOT, replace(file_entry("a"), group="b"), replace(file_entry("b"), group="b")],
+        [ROOT, *(replace(file_entry(p), group="../a") for p in "ab")],
+        [ROOT, *(replace(file_entry(p), group="a", mtime_ns=ord(p)) for p in "ab")],
+        [ROOT, *(Entry(p, EntryType.DIR, group="a") for p in "ab")],
+        [ROOT, replace(file_entry("a"), xattrs=(("security.capability", b""),))],
+        [ROOT, replace(file_entry("a"), xattrs=(("user.overlay.opaque", b"y"),))],
+        [ROOT, replace(file_entry("a"), xattrs=(("user.b", b""), ("user.a", b"")))],
+        [ROOT, replace(file_entry("a"), xattrs=(("user.a", b""), ("user.a", b"1")))],
+        [ROOT, replace(file_entry("a"), xattrs=(("user.a\0", b""),))],
     ],
 )
 def test_a_hostile_manifest_is_corrupt_data(entries):
@@ -258,7 +281,7 @@ def test_torn_and_altered_blobs_are_corrupt_data():
 def test_extraction_never_leaves_its_folder(tmp_path):
     (tmp_path / "outside").mkdir()
     link = Entry("l", EntryType.LINK, target=str(tmp_path / "outside"))
-    place = file_writer(lambda entry: b"x", None)
+    place = file_writer(lambda entry: [b"x"], None)
     with pytest.raises(SandboxError, match="no entry"):
         extract([ROOT, link, file_entry("l/x")], tmp_path / "out", place, None)
     assert list((tmp_path / "outside").iterdir()) == []

@@ -17,11 +17,12 @@ import pytest
 
 from k3rl.blobs import BlobStore
 from k3rl.errors import SandboxError
-from k3rl.sandboxes import launch, scratch
+from k3rl.sandboxes import scratch
+from k3rl.sandboxes.backends.bwrap import BwrapBackend
 from k3rl.sandboxes.base import ExecRequest, run
-from k3rl.sandboxes.bwrap import BwrapBackend
-from k3rl.sandboxes.launch import BwrapChild
-from k3rl.sandboxes.orphans import (
+from k3rl.sandboxes.processes import launch
+from k3rl.sandboxes.processes.launch import BwrapChild
+from k3rl.sandboxes.processes.orphans import (
     children,
     children_by_scan,
     descriptor,
@@ -156,7 +157,7 @@ def test_only_what_is_certainly_left_over_is_an_orphan(here):
     async def body(backend, box):
         uids = [backend_uid(backend)]
         async for _ in backend.exec(box, ExecRequest(("sh", "-c", "echo up; sleep 300"))):
-            number = backend._box(box).child.process.pid
+            number = backend._box(box).live.pid
             (inner_number,) = children(number)
             outer, inner = look(number), look(inner_number)
             (command,) = map(look, children(inner_number))
@@ -166,9 +167,14 @@ def test_only_what_is_certainly_left_over_is_an_orphan(here):
         left = replace(inner, parent=1)
         assert is_orphan(lost, uids)
         assert is_orphan(left, uids)
-        for process in (lost, left):
+        changes = (
+            (b"OWNER", b"USER"),
+            (b"--block-fd", b"--sync-fd"),
+            (b"/usr/bin/prl", b"/bin/prl"),
+        )
+        for process, words in ((lost, changes), (left, ((b"-agent", b""), (b"-ISB", b"-B")))):
             assert not is_orphan(process, [uids[0] + 1])
-            for old, new in ((b"OWNER", b"USER"), (b"--block-fd", b"--sync-fd"), (b"/usr/", b"/")):
+            for old, new in words:
                 assert not is_orphan(replace(process, argv=process.argv.replace(old, new)), uids)
             assert not is_orphan(replace(process, is_init=False, is_ours=False), uids)
 
@@ -196,9 +202,9 @@ OWNER = """
 import asyncio, json, os, random, signal, sys, time
 from pathlib import Path
 from k3rl.blobs import BlobStore
-from k3rl.sandboxes import launch
+from k3rl.sandboxes.processes import launch
 from k3rl.sandboxes.base import ExecRequest, run
-from k3rl.sandboxes.bwrap import BwrapBackend
+from k3rl.sandboxes.backends.bwrap import BwrapBackend
 from k3rl.sandboxes.scratch import open_scratch, sandbox_identity
 from tests.sandboxes.sandbox_helpers import ANY, survivors
 here = Path(sys.argv[1])
@@ -224,7 +230,7 @@ async def main():
     one = backend()
     box = await open_box(one)
     print(one._box(box).workspace.upper, flush=True)
-    sys.modules["k3rl.sandboxes.bwrap"].BwrapChild = Dying
+    sys.modules["k3rl.sandboxes.processes.live"].BwrapChild = Dying
     await run(one, box, ExecRequest(("touch", "ran")))
 asyncio.run(main())
 """
@@ -249,6 +255,7 @@ async def storm(ready):
     async def work(box):
         while True:
             await run(one, box, ExecRequest(("sh", "-c", "sleep 0.002; sleep 0.002")))
+            one._box(box).live.destroy()  # the next command starts another one
             os.write(ready, b"x")
     await asyncio.gather(*map(work, boxes))
 

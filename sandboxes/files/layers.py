@@ -1,13 +1,15 @@
-"""Layers: canonical manifests of what changed in a workspace, and the trees that they stack to.
+"""Layers: canonical manifests of what changed in a workspace.
 
 A layer is one blob: a JSON manifest with one record per path, sorted by path components, and the
 contents of small files behind it. Its id is the digest of that blob, so equal changes have equal
-ids. Deletions (whiteouts) and replaced folders (opaque) are records of their own, which is why a
-folder that was deleted and made again never shows its old files. Files above `INLINE_BYTES` are
-blobs of their own, named by the manifest; writing a layer of small files costs one blob.
+ids, whatever backend they were made in and whoever ran it. Deletions (whiteouts) and replaced
+folders (opaque) are records of their own, which is why a folder that was deleted and made again
+never shows its old files. Files above `INLINE_BYTES` are blobs of their own, named by the manifest;
+writing a layer of small files costs one blob.
 
-Owners are not recorded: a workspace has one owner. Extended attributes and hard links between
-files are not kept; a hard link comes back as a copy.
+Owners are recorded as the code that made the files would see them: `OWN_ID` for itself. One file
+under several names (hard links) is a group; each member is a whole record of its own, and a layer
+that holds one member holds all.
 """
 
 from __future__ import annotations
@@ -17,18 +19,28 @@ import os
 import re
 import struct
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from itertools import pairwise
 
 from k3rl.blobs import BlobStore
 from k3rl.errors import CorruptData, UserInputError
-from k3rl.types import JSON, Digest, canonical_json, digest_bytes, digest_json
+from k3rl.types import JSON, Digest, canonical_json, digest_bytes
 
 INLINE_BYTES = 16 * 1024
-LAYER_VERSION = 1
+LAYER_VERSION = 2
 FILE_MTIME_NS = 1_577_836_800 * 10**9
 """Time stamp (2020-01-01) of files given at creation, so that equal files give equal layers."""
+OWN_ID = 0
+"""The uid and gid, in a record, of the code in the sandbox; its number there and here is no part
+of the record. Other numbers stand for themselves: only unconfined code of root can make them."""
+XATTR_PREFIX, OVERLAY_PREFIX = "user.", "user.overlay."
+"""The attributes that code may set, and those among them that belong to overlayfs."""
+
+DIGEST = re.compile("[0-9a-f]{64}")
+
+Attributes = tuple[tuple[str, bytes], ...]
 
 
 class EntryType(StrEnum):
@@ -59,6 +71,12 @@ class Entry:
     """Of a file's content."""
     is_opaque: bool = False
     """A folder that hides what lower layers hold at its path."""
+    uid: int = OWN_ID
+    gid: int = OWN_ID
+    group: str = ""
+    """Of a file under several names: the first of these paths; "" for one with one name."""
+    xattrs: Attributes = ()
+    """Extended attributes of files and folders, sorted by name."""
 
     @property
     def is_inline(self) -> bool:
@@ -66,10 +84,7 @@ class Entry:
         return self.type is EntryType.FILE and self.size <= INLINE_BYTES
 
 
-Tree = Mapping[str, Entry]
-"""The merged view of a stack of layers, by path."""
 ROOT = Entry("", EntryType.DIR, 0o755, FILE_MTIME_NS)
-EMPTY_TREE: Tree = {"": ROOT}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,7 +111,7 @@ class Layer:
 
 def wire_path(path: str) -> str:
     """The path's bytes as Latin-1 text: reversible for any name, sorted in byte order."""
-    return os.fsencode(path).decode("latin-1")
+    return path if path.isascii() else os.fsencode(path).decode("latin-1")
 
 
 def sort_key(entry: Entry) -> list[str]:
@@ -114,14 +129,20 @@ def pack(entries: Iterable[Entry], inline: Mapping[Digest, bytes]) -> bytes:
     rows: list[JSON] = []
     bodies: dict[Digest, bytes] = {}
     for e in entries:
-        target = wire_path(e.target)
-        rows.append(
-            [wire_path(e.path), e.type, e.mode, e.mtime_ns, e.size, target, e.digest, e.is_opaque]
-        )
+        target, group = wire_path(e.target), wire_path(e.group)
+        xattrs: JSON = [[wire_path(name), value.decode("latin-1")] for name, value in e.xattrs]
+        owner: list[JSON] = [e.uid, e.gid]
+        rows.append([wire_path(e.path), e.type, e.mode, *owner, e.mtime_ns, e.size, target,
+                     e.digest, group, xattrs, e.is_opaque])  # fmt: skip
         if e.is_inline:
             bodies[e.digest] = inline[e.digest]
     head = canonical_json({"version": LAYER_VERSION, "entries": rows})
     return b"".join([struct.pack("<I", len(head)), head, *bodies.values()])
+
+
+def large_files(blob: bytes, file: str) -> list[Digest]:
+    """The other blobs that a layer names. Raises CorruptData like `unpack`."""
+    return [entry.digest for entry in unpack(blob, file).large_files()]
 
 
 def unpack(blob: bytes, file: str) -> Layer:
@@ -133,6 +154,7 @@ def unpack(blob: bytes, file: str) -> Layer:
             raise ValueError(f"version {manifest['version']}, this program reads {LAYER_VERSION}")
         entries = tuple(_entry(row) for row in manifest["entries"])
         _check_order(entries)
+        _check_groups(entries)
     except (struct.error, ValueError, KeyError, TypeError) as error:
         raise CorruptData(file, 4, "layer manifest", str(error)) from None
     inline: dict[Digest, bytes] = {}
@@ -147,30 +169,62 @@ def unpack(blob: bytes, file: str) -> Layer:
 
 
 def _entry(row: list[JSON]) -> Entry:
-    path, kind, mode, mtime_ns, size, target, digest, is_opaque = row
-    numbers = (mode, mtime_ns, size)
-    if not all(isinstance(number, int) for number in numbers) or not 0 <= mode <= 0o7777:
-        raise ValueError(f"{path!r}: mode, time or size is not a number in range")
-    if size < 0 or (kind == EntryType.FILE) != bool(re.fullmatch("[0-9a-f]{64}", digest)):
+    path, kind, mode, uid, gid, mtime_ns, size, target, digest, group, xattrs, is_opaque = row
+    if not type(mode) is type(uid) is type(gid) is type(mtime_ns) is type(size) is int:
+        raise ValueError(f"{path!r}: mode, owner, time or size is not a number")
+    if not (0 <= mode <= 0o7777 and 0 <= uid < 2**32 and 0 <= gid < 2**32):
+        raise ValueError(f"{path!r}: no such mode or owner: {mode}, {uid}, {gid}")
+    if size < 0 or (kind == EntryType.FILE) != bool(DIGEST.fullmatch(digest)):
         raise ValueError(f"{path!r}: size or digest does not fit a {kind}")
-    name = os.fsdecode(path.encode("latin-1"))
+    name = _path(path)
     if name and split_path(name) != name.split("/"):
         raise ValueError(f"{path!r}: not a plain relative path")
-    link = os.fsdecode(target.encode("latin-1"))
-    return Entry(name, EntryType(kind), mode, mtime_ns, size, link, digest, bool(is_opaque))
+    attributes = _attributes(path, xattrs) if xattrs else ()
+    return Entry(name, EntryType(kind), mode, mtime_ns, size, _path(target), digest,
+                 bool(is_opaque), uid, gid, _path(group), attributes)  # fmt: skip
+
+
+def _path(wire: str) -> str:
+    return wire if wire.isascii() else os.fsdecode(wire.encode("latin-1"))
+
+
+def _attributes(path: str, wire: list[tuple[str, str]]) -> Attributes:
+    found = tuple((_path(name), value.encode("latin-1")) for name, value in wire)
+    is_ours = all(is_own_xattr(name) and "\0" not in name for name, _ in found)
+    if not is_ours or list(found) != sorted(dict(found).items()):
+        raise ValueError(f"{path!r}: extended attributes of a kind or order that is not ours")
+    return found
+
+
+def is_own_xattr(name: str) -> bool:
+    """Whether an extended attribute is the code's, and neither the system's nor overlayfs's."""
+    return name.startswith(XATTR_PREFIX) and not name.startswith(OVERLAY_PREFIX)
 
 
 def _check_order(entries: tuple[Entry, ...]) -> None:
     if not entries or entries[0].path or entries[0].type is not EntryType.DIR:
         raise ValueError("the first record is not the workspace folder")
     folders = {""}
-    for before, entry in pairwise(entries):
-        if sort_key(before) >= sort_key(entry):
+    keys = pairwise(map(sort_key, entries))
+    for entry, (before, after) in zip(entries[1:], keys, strict=True):
+        if before >= after:
             raise ValueError(f"{entry.path!r}: records are not sorted")
         if parent_of(entry.path) not in folders:
             raise ValueError(f"{entry.path!r}: its folder has no record")
         if entry.type is EntryType.DIR:
             folders.add(entry.path)
+
+
+def _check_groups(entries: tuple[Entry, ...]) -> None:
+    members: dict[str, list[Entry]] = {}
+    for entry in entries:
+        if entry.group:
+            members.setdefault(entry.group, []).append(entry)
+    for group, found in members.items():
+        first = found[0]
+        is_alike = all(replace(entry, path=group) == first for entry in found)
+        if not is_alike or len(found) < 2 or first.type in (EntryType.DIR, EntryType.WHITEOUT):
+            raise ValueError(f"{group!r}: records of one file under several names differ")
 
 
 def split_path(path: str) -> list[str]:
@@ -203,69 +257,16 @@ def layer_of_files(files: Mapping[str, bytes]) -> tuple[Layer, Mapping[Digest, b
     return Layer.of(entries.values(), contents), contents
 
 
-def merge(tree: Tree, layer: Layer) -> dict[str, Entry]:
-    """`tree` after `layer`, as overlayfs would show it."""
-    hidden = {
-        entry.path
-        for entry in layer.entries
-        if entry.path in tree
-        and (entry.type is not EntryType.DIR or entry.is_opaque)
-        and (entry.type is EntryType.WHITEOUT or tree[entry.path].type is EntryType.DIR)
-    }
-    merged = {path: e for path, e in tree.items() if not (hidden and _is_under(path, hidden))}
-    for e in layer.entries:
-        if e.type is EntryType.WHITEOUT:
-            continue
-        plain = Entry(e.path, e.type, e.mode, e.mtime_ns, e.size, e.target, e.digest)
-        merged[e.path] = plain if e.is_opaque else e
-    return merged
-
-
-def _is_under(path: str, roots: set[str]) -> bool:
-    while path:
-        if path in roots:
-            return True
-        path = parent_of(path)
-    return "" in roots
-
-
-def difference(old: Tree, new: Tree) -> list[Entry]:
-    """The entries of a layer that turns `old` into `new`; empty when they are equal."""
-    changed = {path for path, entry in new.items() if old.get(path) != entry}
-    for path in old:
-        above = new.get(parent_of(path))
-        if path not in new and above is not None and above.type is EntryType.DIR:
-            changed.add(path)
-    entries: dict[str, Entry] = {}
-    for path in changed:
-        entries[path] = new[path] if path in new else Entry(path, EntryType.WHITEOUT)
-        while path:
-            path = parent_of(path)
-            entries[path] = new[path]
-    return list(entries.values())
-
-
-def tree_digest(tree: Tree) -> Digest:
-    """Digest of path, type, mode, bytes and link target; no times, owners or layer order."""
-    rows = sorted(
-        [wire_path(e.path), e.type, e.mode, e.digest, wire_path(e.target)] for e in tree.values()
-    )
-    return digest_json(rows)
-
-
-def persist(blobs: BlobStore, layer: Layer, read: Callable[[Entry], bytes]) -> int:
-    """Make a layer durable; `read` gives the bytes of a large file. Returns the bytes put.
+def persist(blobs: BlobStore, layer: Layer, content: Callable[[Entry], Iterable[bytes]]) -> int:
+    """Make a layer durable; `content` reads a large file in blocks. Returns the bytes put.
 
     The layer blob goes last: where it exists, everything it names exists.
     """
-    num_bytes = 0
-    for entry in layer.large_files():
-        if not blobs.has(entry.digest):
-            blobs.put(read(entry))
-        num_bytes += entry.size
+    large = {entry.digest: entry for entry in layer.large_files()}
+    blobs.put_all({digest: partial(content, entry) for digest, entry in large.items()})
     blob = pack(layer.entries, layer.inline)
     blobs.put(blob)
-    return num_bytes + len(blob)
+    return sum(entry.size for entry in large.values()) + len(blob)
 
 
 def load(blobs: BlobStore, layer_id: Digest) -> Layer:

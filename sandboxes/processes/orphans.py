@@ -31,11 +31,14 @@ SHAPE = re.compile(
     rb"--json-status-fd\0\d+\0--block-fd\0\d+\0--\0" + re.escape(PRLIMIT.encode()) + rb"\0"
 )
 """What `bwrap_argv` makes, as /proc/<pid>/cmdline shows it."""
+AGENT_MOUNT = "/.k3rl-agent"
+AGENT_SHAPE = re.compile(rb"[^\0]*python[^\0]*\0-ISB\0" + AGENT_MOUNT.encode() + rb"\0\d+\0")
+"""What the inner process has become when a sandbox is set up."""
 FIELD = re.compile(r"^(State|PPid|Uid|NSpid):\t(.*)$", re.MULTILINE)
 DEATH_WAIT_S = 10.0
 """How long killed processes may take to be gone."""
-LAUNCH_WAIT_S = 2.0
-"""How long a half-started child of a dead owner is waited for."""
+LAUNCH_WAIT_S = 10.0
+"""How long a half-started child of a dead owner, or a guard that ends, is waited for."""
 POLL_S = 0.0005
 
 
@@ -83,13 +86,13 @@ def is_orphan(process: Process | None, uids: Collection[int]) -> bool:
 
     Raises OSError when that cannot be found out.
     """
-    shape = SHAPE.match(process.argv) if process else None
-    if process is None or shape is None or process.uid not in uids:
+    if process is None or process.uid not in uids:
         return False
-    if process.is_init:
+    shape = SHAPE.match(process.argv)
+    if process.is_init and (shape or AGENT_SHAPE.fullmatch(process.argv)):
         outer = look(process.parent)
-        return outer is None or outer.argv != process.argv
-    return process.is_ours and process.parent != int(shape[1])
+        return outer is None or not SHAPE.match(outer.argv)
+    return shape is not None and process.is_ours and process.parent != int(shape[1])
 
 
 def end_orphans(uids: Collection[int]) -> None:
@@ -113,7 +116,8 @@ def end_orphans(uids: Collection[int]) -> None:
 
 def _is_shaped(pid: int) -> bool:
     with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-        return SHAPE.match((_proc(pid) / "cmdline").read_bytes()) is not None
+        argv = (_proc(pid) / "cmdline").read_bytes()
+        return bool(SHAPE.match(argv) or AGENT_SHAPE.fullmatch(argv))
     return False
 
 

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Protocol
 
 from k3rl.errors import SandboxError
-from k3rl.sandboxes.base import ExecEvent, ExecExit, OutputChunk, SandboxLimits, Stream
-from k3rl.sandboxes.orphans import (
+from k3rl.sandboxes.base import ExecEvent, ExecExit, OutputChunk, Stream
+from k3rl.sandboxes.files.trees import Identity, write_all
+from k3rl.sandboxes.processes.cgroups import Group
+from k3rl.sandboxes.processes.orphans import (
     DEATH_WAIT_S,
     FORGET_OWNER,
-    PRLIMIT,
     bwrap_argv,
     children,
     end_orphans,
@@ -33,7 +34,6 @@ from k3rl.sandboxes.orphans import (
     launching,
 )
 from k3rl.sandboxes.scratch import switch_user
-from k3rl.sandboxes.trees import Identity, write_all
 
 CHUNK_BYTES = 64 * 1024
 START_WAIT_S = 30.0
@@ -43,39 +43,29 @@ DRAIN_S = 0.2
 ERROR_BYTES = 2048
 
 
-def limited(limits: SandboxLimits, argv: Sequence[str], has_process_limit: bool) -> list[str]:
-    """`argv` behind util-linux prlimit, which exits with 127 when there is no such program.
-
-    The limits are set inside the sandbox's user namespace, where only the sandbox's own processes
-    count against the process limit (since Linux 5.14).
-    """
-    values = {
-        "nofile": limits.max_open_files,
-        "fsize": limits.max_file_bytes,
-        "as": limits.address_space_bytes,
-        "cpu": limits.cpu_s,
-        "core": 0,
-    }
-    if has_process_limit:
-        values["nproc"] = limits.max_processes
-    options = [f"--{name}={value}:{value}" for name, value in values.items()]
-    return [PRLIMIT, *options, "--", *argv]
-
-
 class Child(Protocol):
     """A started child as `pump` sees it."""
 
     stdout: int
     stderr: int
+    channel: int
+    """Of its descriptor 3; -1: it has none."""
     exit_fds: list[int]
-    """Pid descriptors, readable when the command and what must die with it are gone."""
+    """Descriptors, readable when the command and what must die with it are gone."""
+    alarm_fds: list[int]
+    """Descriptors, readable when what holds the command together is gone."""
+
+    @property
+    def pid(self) -> int:
+        """A process that all processes of the command descend from."""
+        ...
 
     def kill(self) -> None:
         """Kill the command and its descendants; any number of times."""
         ...
 
     def kill_rest(self) -> None:
-        """Kill what outlived a process of `exit_fds` and must not; called when each is gone."""
+        """Kill what must not outlive the process of an `exit_fds` or `alarm_fds` that is gone."""
         ...
 
     def exit_code(self, stderr: bytes) -> int:
@@ -114,7 +104,9 @@ async def readable(fds: Collection[int], timeout_s: float | None) -> set[int]:
     return ready
 
 
-async def pump(child: Child, deadline_s: float) -> AsyncGenerator[ExecEvent, None]:
+async def pump(
+    child: Child, deadline_s: float, channel_bytes: int = 0
+) -> AsyncGenerator[ExecEvent, None]:
     """The events of a started child, ExecExit last. Owns `child` and destroys it."""
     loop = asyncio.get_running_loop()
     start = loop.time()
@@ -127,32 +119,35 @@ async def pump(child: Child, deadline_s: float) -> AsyncGenerator[ExecEvent, Non
 
     timer = loop.call_later(max(deadline_s, 0.0), expire)
     streams = {child.stdout: Stream.STDOUT, child.stderr: Stream.STDERR}
+    streams |= {child.channel: Stream.CHANNEL} if child.channel >= 0 else {}
     offsets = dict.fromkeys(Stream, 0)
-    running = set(child.exit_fds)
+    running, alarms = set(child.exit_fds), set(child.alarm_fds)
     last_error = b""
     try:
         while streams or running:
-            patience = DRAIN_S if not running else DEATH_WAIT_S if is_late else None
-            if patience is None:
-                patience = max(start + deadline_s - loop.time(), 0.0) + DEATH_WAIT_S
-            ready = await readable([*streams, *running], patience)
+            left_s = max(start + deadline_s - loop.time(), 0.0)
+            patience_s = left_s + DEATH_WAIT_S if running else DRAIN_S
+            ready = await readable([*streams, *running, *alarms], patience_s)
             if not ready:
                 if running:
                     raise SandboxError(f"processes are still there {DEATH_WAIT_S} s after a kill")
                 break
-            for fd in ready & running:
+            for fd in ready & (running | alarms):
                 running.discard(fd)
+                alarms.discard(fd)
                 child.kill_rest()
             for fd in ready & streams.keys():
                 stream = streams[fd]
                 data = os.read(fd, CHUNK_BYTES)
                 if not data:
                     del streams[fd]
-                    continue
                 if stream is Stream.STDERR:
                     last_error = (last_error + data)[-ERROR_BYTES:]
-                yield OutputChunk(stream, offsets[stream], data)
-                offsets[stream] += len(data)
+                if stream is Stream.CHANNEL:
+                    data = data[: channel_bytes - offsets[stream]]
+                if data:
+                    yield OutputChunk(stream, offsets[stream], data)
+                    offsets[stream] += len(data)
         timer.cancel()
         code = None if is_late else child.exit_code(last_error)
     finally:
@@ -174,6 +169,8 @@ class Launch:
 
 class Pipes:
     """A child process with a memory file as its input and two pipes as its output."""
+
+    channel = -1
 
     def __init__(self, launch: Launch, stdin: bytes, pass_fds: Sequence[int] = ()) -> None:
         """Starts it. Raises SandboxError when it cannot be started."""
@@ -209,12 +206,27 @@ class Pipes:
             for handle in (out, err, source):
                 os.close(handle)
         self.exit_fds = [self.watch(self.process.pid)]
+        self.alarm_fds: list[int] = []
+
+    @property
+    def pid(self) -> int:
+        """Of the child itself."""
+        return self.process.pid
 
     def watch(self, pid: int) -> int:
         """A pid descriptor, closed with the pipes."""
         handle = os.pidfd_open(pid)
         self._open.append(handle)
         return handle
+
+    def complaint(self) -> str:
+        """The last line that it or its command said; it is dead or dying."""
+        os.set_blocking(self.stderr, False)
+        try:
+            text = os.read(self.stderr, ERROR_BYTES).decode(errors="replace").strip()
+        except BlockingIOError:
+            text = ""
+        return text.splitlines()[-1] if text else "it was killed"
 
     def close_pipes(self) -> None:
         """Close everything; any number of times."""
@@ -231,45 +243,24 @@ class Pipes:
             self.process.wait(DEATH_WAIT_S)
 
 
-class GroupChild(Pipes):
-    """An unconfined child in a process group of its own; whoever leaves the group survives."""
-
-    def kill(self) -> None:
-        """Kill the group. The leader is reaped only afterwards, so its number is still ours."""
-        if self.process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-
-    def kill_rest(self) -> None:
-        """Kill what outlived the leader in its group."""
-        self.kill()
-
-    def exit_code(self, stderr: bytes) -> int:
-        """128 + n after signal n."""
-        code = self.process.wait()
-        return code if code >= 0 else 128 - code
-
-    def destroy(self) -> None:
-        """Kill the group, reap the leader, close the pipes."""
-        self.kill()
-        self.await_death()
-        self.close_pipes()
-
-
 class BwrapChild(Pipes):
-    """A command under bubblewrap; its processes die with their pid namespace.
+    """A program under bubblewrap; its processes die with their pid namespace.
 
-    bubblewrap writes JSON lines: the pid of the namespace's init as soon as it is cloned, and the
-    exit code only when the command was really executed. No exit code means that the sandbox
-    failed, whatever the command printed.
+    bubblewrap writes JSON lines: the pid of the namespace's init as soon as it is cloned.
     """
 
     def __init__(
-        self, bwrap: Path, launch: Launch, options: Sequence[str], stdin: bytes, lock: Path
+        self,
+        bwrap: Path,
+        launch: Launch,
+        options: Sequence[str],
+        stdin: bytes,
+        lock: Path,
+        pass_fds: Sequence[int] = (),
     ) -> None:
-        """Starts bubblewrap with `options`, which travel in a memory file, and holds it back.
+        """Starts bubblewrap with `options` and holds it back.
 
-        `launch` is the command under it, `lock` the owner's launch lock, an empty file.
+        `launch` is the command under it, which gets `pass_fds`; `lock` the owner's launch lock.
         """
         self.status, status = os.pipe()
         reader, self.release = os.pipe()
@@ -282,7 +273,7 @@ class BwrapChild(Pipes):
             with launching(lock) as held:
                 fds = (held, arguments, status, block)
                 argv = bwrap_argv(bwrap, fds, launch.argv)
-                super().__init__(replace(launch, argv=argv), stdin, fds)
+                super().__init__(replace(launch, argv=argv), stdin, (*fds, *pass_fds))
         except BaseException as error:
             os.close(self.status)
             os.close(self.release)
@@ -295,8 +286,8 @@ class BwrapChild(Pipes):
         self._open += [self.status, self.release]
         self._uid = os.geteuid() if launch.identity is None else launch.identity.uid
 
-    async def start(self) -> None:
-        """Let the command run. Raises SandboxError, with everything closed, when it cannot."""
+    async def start(self, group: Group | None = None) -> None:
+        """Let the command run, in `group`. Raises SandboxError, with all closed, when it cannot."""
         try:
             while b"}" not in self._reports:
                 ready = await readable([self.status], START_WAIT_S)
@@ -307,9 +298,15 @@ class BwrapChild(Pipes):
                     raise SandboxError(f"bwrap failed: {self._complaint()}")
                 self._reports += data
             try:
-                self.exit_fds.append(self.watch(self._report()["child-pid"]))
+                pid = self._report()["child-pid"]
+                self.exit_fds.append(self.watch(pid))
+                # Alone: bubblewrap itself must not be what the kernel kills for memory.
+                if group is not None:
+                    group.add(pid)
             except ProcessLookupError:
                 raise SandboxError(f"bwrap failed: {self._complaint()}") from None
+            except OSError as error:
+                raise SandboxError(f"a sandbox's control group: {error}") from error
             with suppress(BrokenPipeError):  # then the missing exit code tells
                 os.write(self.release, b"x")
         except BaseException:
@@ -321,22 +318,6 @@ class BwrapChild(Pipes):
         for handle in self.exit_fds if self._open else ():
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
-
-    def kill_rest(self) -> None:
-        """Kill the namespace's init when bubblewrap is gone, which binds it only late."""
-        if is_gone(self.exit_fds[0], 0):
-            self.kill()
-
-    def exit_code(self, stderr: bytes) -> int:
-        """The command's, as bubblewrap reported it."""
-        self.process.wait()
-        while data := os.read(self.status, CHUNK_BYTES):
-            self._reports += data
-        code = self._report().get("exit-code")
-        if code is None:
-            text = stderr.decode(errors="replace").strip().splitlines()
-            raise SandboxError(f"bwrap failed: {text[-1] if text else 'it was killed'}")
-        return int(code)
 
     def destroy(self) -> None:
         """Kill everything, reap bubblewrap, close everything."""

@@ -1,4 +1,4 @@
-"""Files on disk to layer entries and back, without ever following a link.
+"""Layer entries to files on disk, and reading and deleting those, without ever following a link.
 
 Every step goes through an open folder (`dir_fd`) with O_NOFOLLOW, so that a link planted by code
 in a sandbox leads nowhere. On disk a layer has the form overlayfs reads: whiteouts are character
@@ -15,17 +15,18 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from blake3 import blake3
-
-from k3rl.errors import SandboxError, UncapturableTree
-from k3rl.sandboxes.layers import INLINE_BYTES, ROOT, Entry, EntryType, parent_of, sort_key
-from k3rl.types import Digest, digest_bytes
+from k3rl.errors import SandboxError
+from k3rl.sandboxes.files.layers import OWN_ID, ROOT, Entry, EntryType, parent_of, sort_key
 
 OPAQUE_XATTR = "user.overlay.opaque"
 MAX_DEPTH = 200
 """Deepest folder that is captured: one open file per level."""
 REMOVE_TRIES = 20
-READ_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 20
+NO_XATTRS = (errno.ENOTSUP, errno.ENOSPC, errno.E2BIG)
+"""What a file system says that holds no extended attributes, or not so large ones."""
+NO_RANGE_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
+"""What a kernel says that cannot copy between these two files by itself."""
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -42,42 +43,83 @@ Placer = Callable[[Entry, int, str], None]
 """Makes one regular file: (entry, fd of its folder, name)."""
 
 
-def file_writer(content: Callable[[Entry], bytes], owner: Identity | None) -> Placer:
-    """A placer that writes `content(entry)` with the entry's mode and time."""
+def file_writer(content: Callable[[Entry], Iterable[bytes]], owner: Identity | None) -> Placer:
+    """A placer that writes the blocks of `content(entry)` with the entry's mode and time."""
 
     def place(entry: Entry, folder: int, name: str) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        handle = os.open(name, flags, 0o600, dir_fd=folder)
-        try:
-            write_all(handle, content(entry))
+        with _made(name, folder) as handle:
+            for block in content(entry):
+                write_all(handle, block)
             _finish(handle, entry, owner)
-        finally:
-            os.close(handle)
 
     return place
 
 
-def file_linker(lowers: list[Path]) -> Placer:
-    """A placer that hard-links the topmost file at the entry's path in a stack of layers."""
+def file_copier(sources: list[Path], owner: Identity | None) -> Placer:
+    """A placer that copies the topmost file at the entry's path in a stack of folders."""
 
     def place(entry: Entry, folder: int, name: str) -> None:
-        for lower in reversed(lowers):
-            with parent_below(lower, entry.path) as source:
-                if source is not None:
-                    os.link(name, name, src_dir_fd=source, dst_dir_fd=folder, follow_symlinks=False)
-                    return
-        raise SandboxError(f"{lowers[-1]}: the layer cache lost {entry.path!r}")
+        for source in reversed(sources):
+            with file_below(source, entry.path, entry.size) as origin:
+                if origin is None:
+                    continue
+                with _made(name, folder) as handle:
+                    copy_content(origin, handle, 0)
+                    _finish(handle, entry, owner)
+                return
+        raise SandboxError(f"{sources[-1]}: lost the file {entry.path!r}")
 
     return place
+
+
+@contextmanager
+def _made(name: str, folder: int) -> Iterator[int]:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    handle = os.open(name, flags, 0o600, dir_fd=folder)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def copy_content(source: int, target: int, offset: int) -> None:
+    """Copy a whole file to `offset` of another; btrfs and xfs share its blocks instead."""
+    position = 0
+    try:
+        while count := os.copy_file_range(source, target, 1 << 30, position, offset + position):
+            position += count
+    except OSError as error:
+        if error.errno not in NO_RANGE_COPY or position:
+            raise
+        for block in read_blocks(source, 0):
+            position += os.pwrite(target, block, offset + position)
+
+
+def read_blocks(handle: int, start: int, size: int | None = None) -> Iterator[bytes]:
+    """A file in blocks from `start`, to its end or at most `size` bytes."""
+    left = size
+    while left is None or left > 0:
+        block = os.pread(handle, BLOCK_BYTES if left is None else min(left, BLOCK_BYTES), start)
+        if not block:
+            return
+        yield block
+        start += len(block)
+        left = None if left is None else left - len(block)
 
 
 def extract(entries: Iterable[Entry], folder: Path, place: Placer, owner: Identity | None) -> None:
     """Make `folder`, which must not exist, hold the entries of a layer or a tree.
 
     The parent of each entry must be an entry as well. Folders are closed to others until they are
-    complete; their modes and times are set last.
+    complete; their modes and times are set last. `owner`: whose all of it is; None: our own, and
+    what has another owner in its entry is given to that one where we may. Extended attributes that
+    the file system cannot hold are left out.
     """
     os.mkdir(folder, 0o700)
+    if owner is None:
+        # A folder above may pass its group on.
+        os.chown(folder, -1, os.getegid())
+        os.chmod(folder, 0o700)
     ordered = sorted(entries, key=sort_key)
     root = ordered.pop(0) if ordered and not ordered[0].path else ROOT
     stack = [(root, os.open(folder, FOLDER_FLAGS))]
@@ -87,7 +129,10 @@ def extract(entries: Iterable[Entry], folder: Path, place: Placer, owner: Identi
                 _close_folder(*stack.pop(), owner)
                 if not stack:
                     raise SandboxError(f"{entry.path!r}: its folder has no entry")
-            _make(entry, stack, place, owner)
+            if entry.group in ("", entry.path):
+                _make(entry, stack, place, owner)
+            else:
+                _link(folder, entry, stack[-1][1])
         while stack:
             _close_folder(*stack.pop(), owner)
     finally:
@@ -114,12 +159,20 @@ def _make(
     else:
         kind = stat.S_IFIFO if entry.type is EntryType.FIFO else stat.S_IFSOCK
         os.mknod(name, kind | 0o600, dir_fd=folder)
-    if owner is not None:
-        os.chown(name, owner.uid, owner.gid, dir_fd=folder, follow_symlinks=False)
+    _give(entry, owner, name, folder)
     if entry.type is not EntryType.LINK:
         os.chmod(name, entry.mode, dir_fd=folder)
     times = (entry.mtime_ns, entry.mtime_ns)
     os.utime(name, ns=times, dir_fd=folder, follow_symlinks=False)
+
+
+def _link(root: Path, entry: Entry, folder: int) -> None:
+    """Make one more name of the first file of the entry's group."""
+    with parent_below(root, entry.group) as source:
+        if source is None:
+            raise SandboxError(f"{entry.path!r}: there is no {entry.group!r} to link it to")
+        first, name = (path.rpartition("/")[2] for path in (entry.group, entry.path))
+        os.link(first, name, src_dir_fd=source, dst_dir_fd=folder, follow_symlinks=False)
 
 
 def make_whiteout(name: str, folder: int) -> None:
@@ -137,10 +190,29 @@ def _close_folder(entry: Entry, handle: int, owner: Identity | None) -> None:
 
 
 def _finish(handle: int, entry: Entry, owner: Identity | None) -> None:
-    if owner is not None:
-        os.fchown(handle, owner.uid, owner.gid)
+    _give(entry, owner, handle)
+    for name, value in entry.xattrs:
+        try:
+            os.setxattr(handle, name, value)
+        except OSError as error:
+            if error.errno not in NO_XATTRS:
+                raise
     os.fchmod(handle, entry.mode)
     os.utime(handle, ns=(entry.mtime_ns, entry.mtime_ns))
+
+
+def _give(entry: Entry, owner: Identity | None, what: int | str, folder: int | None = None) -> None:
+    if owner is not None:
+        uid, gid = owner.uid, owner.gid
+    elif (entry.uid, entry.gid) != (OWN_ID, OWN_ID):
+        uid, gid = (-1 if number == OWN_ID else number for number in (entry.uid, entry.gid))
+    else:
+        return
+    try:
+        os.chown(what, uid, gid, dir_fd=folder, follow_symlinks=isinstance(what, int))
+    except PermissionError:
+        if owner is not None:
+            raise
 
 
 def write_all(handle: int, data: bytes) -> None:
@@ -150,86 +222,12 @@ def write_all(handle: int, data: bytes) -> None:
         view = view[os.write(handle, view) :]
 
 
-def scan(folder: Path, inline: dict[Digest, bytes] | None) -> list[Entry]:
-    """The entries on disk, the folder itself included.
-
-    With `inline`, contents are read: files get digests and small contents land in `inline`.
-    With None it is a stat walk only and digests are "".
-    """
-    handle = os.open(folder, FOLDER_FLAGS)
-    try:
-        entries: list[Entry] = []
-        _scan_folder(handle, "", os.fstat(handle), inline, entries)
-        return entries
-    finally:
-        os.close(handle)
-
-
-def _scan_folder(
-    handle: int,
-    path: str,
-    status: os.stat_result,
-    inline: dict[Digest, bytes] | None,
-    into: list[Entry],
-) -> None:
-    if path.count("/") >= MAX_DEPTH:
-        raise UncapturableTree(f"workspace folders are nested deeper than {MAX_DEPTH}")
-    mode, mtime_ns = stat.S_IMODE(status.st_mode), status.st_mtime_ns
-    into.append(Entry(path, EntryType.DIR, mode, mtime_ns, is_opaque=_is_opaque(handle)))
-    for name in os.listdir(handle):
-        child = f"{path}/{name}" if path else name
-        found = os.lstat(name, dir_fd=handle)
-        if stat.S_ISDIR(found.st_mode):
-            with opened(name, handle, FOLDER_FLAGS, found) as inner:
-                _scan_folder(inner, child, found, inline, into)
-        elif stat.S_ISREG(found.st_mode):
-            into.append(_scan_file(handle, name, child, found, inline))
-        else:
-            into.append(_scan_special(handle, name, child, found))
-
-
-def _is_opaque(handle: int) -> bool:
+def is_opaque(handle: int) -> bool:
+    """Whether an open folder of an upper or lower one hides what lies below it."""
     try:
         return os.getxattr(handle, OPAQUE_XATTR) == b"y"
     except OSError:
         return False
-
-
-def _scan_file(
-    folder: int,
-    name: str,
-    path: str,
-    status: os.stat_result,
-    inline: dict[Digest, bytes] | None,
-) -> Entry:
-    mode, mtime_ns, size = stat.S_IMODE(status.st_mode), status.st_mtime_ns, status.st_size
-    if inline is None:
-        return Entry(path, EntryType.FILE, mode, mtime_ns, size)
-    with opened(name, folder, FILE_FLAGS, status) as handle:
-        if size <= INLINE_BYTES:
-            data = read_all(handle, size)
-            digest = digest_bytes(data)
-            inline[digest] = data
-        else:
-            hasher = blake3()
-            while block := os.read(handle, READ_BYTES):
-                hasher.update(block)
-            digest = hasher.hexdigest()
-    return Entry(path, EntryType.FILE, mode, mtime_ns, size, digest=digest)
-
-
-def _scan_special(folder: int, name: str, path: str, status: os.stat_result) -> Entry:
-    kind, mode = stat.S_IFMT(status.st_mode), stat.S_IMODE(status.st_mode)
-    if kind == stat.S_IFLNK:
-        target = os.readlink(name, dir_fd=folder)
-        return Entry(path, EntryType.LINK, 0, status.st_mtime_ns, target=target)
-    if kind == stat.S_IFCHR and status.st_rdev == 0:
-        return Entry(path, EntryType.WHITEOUT)
-    if kind == stat.S_IFIFO:
-        return Entry(path, EntryType.FIFO, mode, status.st_mtime_ns)
-    if kind == stat.S_IFSOCK:
-        return Entry(path, EntryType.SOCKET, mode, status.st_mtime_ns)
-    raise UncapturableTree(f"workspace holds a device: {path!r}")
 
 
 @contextmanager
@@ -251,17 +249,24 @@ def parent_below(folder: Path, path: str) -> Iterator[int | None]:
         yield found
 
 
+@contextmanager
+def file_below(folder: Path, path: str, size: int) -> Iterator[int | None]:
+    """The open regular file at `path`; None when there is none of `size` bytes."""
+    with parent_below(folder, path) as parent:
+        name = path.rpartition("/")[2]
+        status = None if parent is None else os.lstat(name, dir_fd=parent)
+        if status is None or not stat.S_ISREG(status.st_mode) or status.st_size != size:
+            yield None
+            return
+        assert parent is not None
+        with opened(name, parent, FILE_FLAGS, status) as handle:
+            yield handle
+
+
 def read_below(folder: Path, path: str, size: int) -> bytes | None:
     """`size` bytes of the regular file at `path`; None when there is none of that size."""
-    with parent_below(folder, path) as parent:
-        if parent is None:
-            return None
-        name = path.rpartition("/")[2]
-        status = os.lstat(name, dir_fd=parent)
-        if not stat.S_ISREG(status.st_mode) or status.st_size != size:
-            return None
-        with opened(name, parent, FILE_FLAGS, status) as handle:
-            return read_all(handle, size)
+    with file_below(folder, path, size) as handle:
+        return None if handle is None else read_all(handle, size)
 
 
 def read_all(handle: int, size: int) -> bytes:
@@ -280,14 +285,27 @@ def opened(name: str, folder: int, flags: int, status: os.stat_result) -> Iterat
     needed = 0o500 if stat.S_ISDIR(status.st_mode) else 0o400
     is_lent = mode & needed != needed and os.geteuid() != 0
     if is_lent:
-        os.chmod(name, mode | needed, dir_fd=folder)
-    handle = os.open(name, flags, dir_fd=folder)
+        handle = open_lent(name, folder, flags, mode | needed)
+    else:
+        handle = os.open(name, flags, dir_fd=folder)
     try:
         yield handle
     finally:
         if is_lent:
             os.fchmod(handle, mode)
         os.close(handle)
+
+
+def open_lent(name: str, folder: int, flags: int, mode: int) -> int:
+    """Change the mode and open; by a descriptor, since the name may have become a link."""
+    place = os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=folder)
+    try:
+        if stat.S_ISLNK(os.fstat(place).st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, "became a link", name)
+        os.chmod(f"/proc/self/fd/{place}", mode)
+        return os.open(f"/proc/self/fd/{place}", flags & ~os.O_NOFOLLOW)
+    finally:
+        os.close(place)
 
 
 def remove_tree(folder: Path) -> None:

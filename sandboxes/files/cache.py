@@ -3,26 +3,34 @@
 An item appears whole by rename, or not at all; two processes that extract the same layer race
 harmlessly. A backend marks the items it uses in its own folder, and eviction, which has the cache
 to itself (flock), spares what a living owner has marked. Items are the lower folders of overlay
-mounts; when a stack grows beyond `max_lowers`, it is linked together into one flat item, because
-the mount options of all lowers must fit one page.
+mounts; what a stack has beyond `max_lowers` is merged into one item, because the mount options of
+all lowers must fit one page. Items share no files by hard links: code sees the number of links. A
+frozen upper folder becomes an item too, before anybody knows what it holds: that one has a name of
+its own and goes with its last user.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from k3rl.errors import SandboxError
-from k3rl.sandboxes.layers import Entry, Layer, Tree
+from k3rl.sandboxes.files.layers import Entry, Layer
+from k3rl.sandboxes.files.trees import (
+    Placer,
+    extract,
+    file_writer,
+    remove_tree,
+)
 from k3rl.sandboxes.scratch import Scratch
-from k3rl.sandboxes.trees import extract, file_linker, file_writer, remove_tree
-from k3rl.types import Digest, digest_json
+from k3rl.types import digest_json
 
 NAME_CHARS = 32
 MOUNT_OPTION_BYTES = 3200
@@ -47,36 +55,26 @@ class LayerCache:
         self._uses.mkdir(exist_ok=True)
         self._root = scratch.root
         self._counts: Counter[str] = Counter()
+        self._private: set[str] = set()
+        """Names of frozen upper folders."""
         self._lock = threading.Lock()
         self._num_released = 0
 
-    def layer(self, layer: Layer, content: Callable[[Entry], bytes]) -> str:
+    def layer(self, layer: Layer, content: Callable[[Entry], Iterable[bytes]]) -> str:
         """Take the item of a layer, extracting it if it is not there; returns its name."""
+        place = file_writer(content, self.identity)
+        return self._take_entries(layer.id[:NAME_CHARS], layer.entries, place)
 
-        def build(target: Path) -> None:
-            place = file_writer(content, self.identity)
-            extract(layer.entries, target, place, self.identity)
+    def freeze(self, upper: Path) -> str:
+        """Take a new item: `upper`, which is moved, as it is but for its root's mode."""
+        name = secrets.token_hex(NAME_CHARS // 2)
+        with self._lock:
+            self._private.add(name)
+        return self._take(name, lambda target: os.rename(upper, target))
 
-        return self._take(layer.id[:NAME_CHARS], build)
-
-    def adopt(self, layer: Layer, upper: Path) -> str:
-        """Take the item of a layer whose files lie in `upper`, which is moved or deleted."""
-
-        def build(target: Path) -> None:
-            os.chmod(upper, 0o755)
-            os.rename(upper, target)
-
-        name = self._take(layer.id[:NAME_CHARS], build)
-        remove_tree(upper)
-        return name
-
-    def flat(self, ids: Iterable[Digest], tree: Tree, lowers: list[Path]) -> str:
-        """Take the one item that shows the same as `lowers` together: `tree`, by hard links."""
-
-        def build(target: Path) -> None:
-            extract(tree.values(), target, file_linker(lowers), self.identity)
-
-        return self._take(digest_json(["flat", *ids])[:NAME_CHARS], build)
+    def merged(self, key: Sequence[str], entries: Iterable[Entry], place: Placer) -> str:
+        """Take the one item that has these entries, of all the items and layers in `key`."""
+        return self._take_entries(digest_json(["merged", *key])[:NAME_CHARS], entries, place)
 
     def path(self, name: str) -> Path:
         """Where an item lies."""
@@ -90,15 +88,26 @@ class LayerCache:
     def release(self, names: Iterable[str]) -> None:
         """Give items back; now and then evicts what nobody uses."""
         with self._lock:
-            for name in names:
-                self._counts[name] -= 1
-                self._num_released += 1
-                if not self._counts[name]:
-                    del self._counts[name]
-                    (self._uses / name).unlink(missing_ok=True)
+            useless = [name for name in names if self._drop(name)]
             is_due = self._num_released >= EVICT_EVERY
+        for name in useless:
+            with self._shared():
+                remove_tree(self.path(name))
         if is_due:
             self.evict()
+
+    def _drop(self, name: str) -> bool:
+        """Whether nobody will ever want the item again."""
+        self._counts[name] -= 1
+        self._num_released += 1
+        if self._counts[name]:
+            return False
+        del self._counts[name]
+        (self._uses / name).unlink(missing_ok=True)
+        if name not in self._private:
+            return False
+        self._private.discard(name)
+        return True
 
     def evict(self) -> int:
         """Remove unused items beyond `kept_items`; returns how many. A busy cache is left alone."""
@@ -119,6 +128,12 @@ class LayerCache:
                 os.rename(item, trash / "item")
                 remove_tree(trash)
             return len(unused[self.kept_items :])
+
+    def _take_entries(self, name: str, entries: Iterable[Entry], place: Placer) -> str:
+        def build(target: Path) -> None:
+            extract(entries, target, place, self.identity)
+
+        return self._take(name, build)
 
     def _take(self, name: str, build: Callable[[Path], None]) -> str:
         with self._lock:

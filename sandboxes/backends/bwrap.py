@@ -1,33 +1,45 @@
-"""The default backend: each command in a bubblewrap sandbox of its own namespaces.
+"""The default backend: each sandbox in namespaces of its own, made by bubblewrap.
 
 What code inside sees: /usr of the host read-only, an /etc of six files, a fresh /proc and minimal
 /dev, sized /tmp and /dev/shm, and its workspace at /workspace (overlayfs: read-only layers, one
 private upper folder). It has no network, no environment but the spec's, no capability, and runs as
 uid 1000 of its own user namespace, which is an unprivileged uid on the host. When a command ends,
-so does its pid namespace with every process in it.
+so does every process it started. System calls that no build or test needs are refused (seccomp.py).
+Where control groups can be made, the sandbox's memory as a whole is limited, and its processes once
+more (cgroups.py).
 
-Not enforced here: total memory and disk of a sandbox (limits are per process and per file), and no
-system call is filtered. It is no boundary against kernel exploits.
+Not enforced here: the disk of a sandbox (file sizes are limited one by one). It is no boundary
+against kernel exploits.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from k3rl.blobs import BlobStore
 from k3rl.errors import CapabilityMissing, SandboxError
-from k3rl.sandboxes.base import Capability, ExecRequest, SandboxLimits
-from k3rl.sandboxes.cache import LayerCache
-from k3rl.sandboxes.launch import BwrapChild, Child, Launch, limited
-from k3rl.sandboxes.local import Box, LocalBackend, in_thread
-from k3rl.sandboxes.orphans import PRLIMIT
+from k3rl.sandboxes.base import ExecRequest
+from k3rl.sandboxes.blocking import in_thread
+from k3rl.sandboxes.box import Box
+from k3rl.sandboxes.files.cache import LayerCache
+from k3rl.sandboxes.files.overlay import OverlayWorkspace
+from k3rl.sandboxes.files.workspace import MOUNT_POINT, Content, Stack
+from k3rl.sandboxes.local import LocalBackend
 from k3rl.sandboxes.probe import Prober
+from k3rl.sandboxes.processes.cgroups import find_cgroups
+from k3rl.sandboxes.processes.launch import Child, Launch
+from k3rl.sandboxes.processes.limits import limited
+from k3rl.sandboxes.processes.live import AGENT, Live, LiveChild
+from k3rl.sandboxes.processes.orphans import AGENT_MOUNT, PRLIMIT
+from k3rl.sandboxes.processes.seccomp import filter_program
 from k3rl.sandboxes.scratch import Scratch, is_open, open_scratch, sandbox_identity
-from k3rl.sandboxes.workspace import MOUNT_POINT, Content, OverlayWorkspace, Stack
+from k3rl.sandboxes.spec import Capability, SandboxLimits
 
 MIN_VERSION = (0, 11)
 """The first bubblewrap with --overlay."""
@@ -49,16 +61,16 @@ ETC_FILES = {
 NAMESPACE_OPTIONS = (
     "--unshare-user --unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try "
     f"--uid {INNER_UID} --gid {INNER_UID} --hostname sandbox --cap-drop ALL "
-    "--die-with-parent --new-session"
+    "--die-with-parent --new-session --as-pid-1"
 ).split()
 ALTERNATIVES = (
-    "set sandbox.allow_unconfined=true with backend `process`, or run where user namespaces "
-    "are allowed"
+    "set sandbox.backend=landlock (Linux 6.12 and later), or sandbox.allow_unconfined=true with "
+    "backend `process`, or run where user namespaces are allowed"
 )
 
 
 class BwrapBackend(LocalBackend):
-    """Sandboxes by bubblewrap >= 0.11. One `bwrap` process per command."""
+    """Sandboxes by bubblewrap >= 0.11: one process per sandbox, from its first command on."""
 
     name = "bwrap"
 
@@ -73,37 +85,51 @@ class BwrapBackend(LocalBackend):
         self.bwrap = _runnable(binary, self.scratch)
         self._base = _base_options(self.scratch.owner)
         self._may_nest_userns = False
+        self._program = filter_program()
+        self._cgroups = find_cgroups(self.scratch.owner)
 
     def _workspace(self, folder: Path, stack: Stack, content: Content) -> OverlayWorkspace:
         return OverlayWorkspace(self.cache, folder, stack, content)
 
     async def _start(self, box: Box, request: ExecRequest) -> Child:
+        place = {"PWD": MOUNT_POINT}
+        environment = {**place, **BASE_ENVIRONMENT, **box.spec.environment, **request.environment}
+        if box.live is None or box.live.is_over:
+            box.live = await self._begin(box)
+        return LiveChild(box.live, request, environment)
+
+    async def _begin(self, box: Box) -> Live:
+        """Mount the workspace and start an agent over it."""
         assert isinstance(box.workspace, OverlayWorkspace)
-        environment = BASE_ENVIRONMENT | box.spec.environment | request.environment
         options = [
             *NAMESPACE_OPTIONS,
             *([] if self._may_nest_userns else ["--disable-userns"]),
             *self._base,
             *_mounts(box.workspace, box.spec.limits),
-            *(word for item in environment.items() for word in ("--setenv", *item)),
         ]
-        argv = limited(box.spec.limits, request.argv, has_process_limit=True)
+        # The agent is a process of the sandbox too.
+        limits = replace(box.spec.limits, max_processes=box.spec.limits.max_processes + 1)
+        argv = limited(limits, [*interpreter(), AGENT_MOUNT], has_process_limit=True)
         launch = Launch(argv, {}, identity=self.scratch.identity)
+        group = None
+        if self._cgroups is not None:
+            group = self._cgroups.make(box.id, box.spec.limits)
         lock = self.scratch.launch_lock
-        child = BwrapChild(self.bwrap, launch, options, request.stdin, lock)
-        await child.start()
-        return child
+        return await Live.start(self.bwrap, launch, options, lock, self._program, group)
 
     async def _probe(self) -> frozenset[Capability]:
+        """Sandboxes as tight as the kernel allows; what it refuses is a missing capability."""
         prober = Prober(self)
-        try:
-            await prober.check_base()
-        except SandboxError as error:
-            self._may_nest_userns = True
+        failures = []
+        programs = [None] if self._program is None else [self._program, None]
+        for self._program, self._may_nest_userns in itertools.product(programs, (False, True)):
             try:
                 await prober.check_base()
-            except SandboxError:
-                raise CapabilityMissing(await in_thread(explain, str(error))) from error
+                break
+            except SandboxError as error:
+                failures.append(error)
+        else:
+            raise CapabilityMissing(await in_thread(explain, str(failures[0]))) from failures[0]
         return await prober.run()
 
     def _finds(self, executable: str) -> bool:
@@ -184,7 +210,12 @@ def _base_options(owner: Path) -> list[str]:
     options += ["--ro-bind", str(etc), "/etc"]
     for shared in ("/etc/alternatives", "/etc/ld.so.cache"):
         options += ["--ro-bind-try", shared, shared]
-    return [*options, "--proc", "/proc", "--dev", "/dev"]
+    agent = owner / AGENT.name
+    agent.write_bytes(AGENT.read_bytes())
+    agent.chmod(0o644)
+    options += ["--ro-bind", str(agent), AGENT_MOUNT, "--proc", "/proc", "--dev", "/dev"]
+    # Settings of its own namespaces would outlive the command that changed them.
+    return [*options, "--ro-bind", "/proc/sys", "/proc/sys"]
 
 
 def _mounts(workspace: OverlayWorkspace, limits: SandboxLimits) -> list[str]:
@@ -205,6 +236,14 @@ def find_inside(executable: str) -> Path | None:
         if is_bound and real.is_file() and real.stat().st_mode & 0o001:
             return real
     return None
+
+
+def interpreter() -> list[str]:
+    """The beginning of a command line that runs an agent. Raises CapabilityMissing."""
+    python = find_inside("python3")
+    if python is None:
+        raise CapabilityMissing("no python3 under /usr, which runs a sandbox's commands")
+    return [str(python), "-ISB"]
 
 
 def explain(error: str) -> str:
