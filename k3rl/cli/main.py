@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from k3rl.cli import doctor, envs, evaluate, replay, sft, smoke, train, traj
+from k3rl.cli import bench, doctor, envs, evaluate, model, replay, sandbox, sft, smoke, train, traj
 from k3rl.errors import K3rlError
 
 app = typer.Typer(
@@ -24,6 +24,9 @@ app.command("replay")(replay.replay)
 app.command("doctor")(doctor.doctor)
 app.add_typer(traj.app, name="traj")
 app.add_typer(envs.app, name="envs")
+app.add_typer(model.app, name="model")
+app.add_typer(sandbox.app, name="sandbox")
+app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:

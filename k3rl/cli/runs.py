@@ -14,6 +14,12 @@ from k3rl.errors import UserInputError
 RunOption = Annotated[
     Path | None, typer.Option("--run", help="Run folder; default: the latest under runs/.")
 ]
+RootArgument = Annotated[Path, typer.Argument(help="A store root, or the folder of a run.")]
+
+
+def store_root(path: Path) -> Path:
+    """The store root that `path` is, or the one of the run folder that it is."""
+    return path / "store" if (path / "config.yaml").exists() else path
 
 
 def find_run(run: Path | None) -> tuple[Path, Config]:

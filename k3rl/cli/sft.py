@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 CHECKPOINT = "sft.safetensors"
 """What comes out, in the run folder."""
+NUM_FIXED = 64
+"""Demonstrations, the first ones, whose loss is taken before and after."""
 
 
 def sft(config: ConfigFile, overrides: Overrides = None, dry_run: DryRun = False) -> None:
@@ -78,14 +80,17 @@ def make_model(settings: Config) -> K3Model:
 def rewarded(settings: Config, trajectories: Sequence[Trajectory]) -> list[Demonstration]:
     """The tokens of the trajectories that solved their task."""
     from k3rl.learner.sft import Demonstration
+    from k3rl.rollout.worker import make_renderer
     from k3rl.rollout.xtml import EFFORTS
-    from k3rl.store.protocol import Ref
+    from k3rl.store.protocol import Ref, check_digests
     from k3rl.store.reader import StoreReader
 
     reader = StoreReader(settings.run_folder / "store")
+    present = {"tokenizer": make_renderer(settings).digest}
     found = []
     for trajectory in trajectories:
         if is_success(trajectory.outcome):
+            check_digests(trajectory.header, present)
             tokens = reader.read(Ref(trajectory.id), ("token_ids", "loss_mask"))
             effort = EFFORTS.index(trajectory.header.key.level)
             found.append(Demonstration(tokens.token_ids, tokens.loss_mask, effort))
@@ -108,6 +113,8 @@ def imitate(
     writer = MetricsWriter(settings.run_folder / "sft", **settings.metrics.model_dump())
     lengths = [len(demonstration.token_ids) for demonstration in demonstrations]
     batches = draw_batches(lengths, plan.batch_tokens, settings.seed)
+    fixed = demonstrations[:NUM_FIXED]
+    writer.write(0, {metrics.SFT_FIXED_LOSS: learner.loss(fixed)})
     began, num_tokens = time.monotonic(), 0
     for step in range(plan.num_steps):
         batch = [demonstrations[index] for index in next(batches)]
@@ -120,6 +127,7 @@ def imitate(
                 f"step {step + 1}/{plan.num_steps}: loss {stats.loss:.4f},"
                 f" probe {stats.probe_loss:.4f}, {num_tokens} tokens, {rate:.0f} tokens/s"
             )
+    writer.write(plan.num_steps, {metrics.SFT_FIXED_LOSS: learner.loss(fixed)})
     writer.close()
     path = settings.run_folder / CHECKPOINT
     digest = checkpoint.save(path, model, torch.bfloat16)

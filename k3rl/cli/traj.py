@@ -8,13 +8,22 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from k3rl.cli import exchange, sql, upkeep
 from k3rl.cli.runs import RunOption, find_run
 from k3rl.cli.tables import plain_table
-from k3rl.store.protocol import Ref
+from k3rl.sandboxes.files.layers import large_files
+from k3rl.store.protocol import Ref, check_digests
 from k3rl.store.reader import StoreReader
 from k3rl.types import Step, Trajectory
 
 app = typer.Typer(help="Stored trajectories.", no_args_is_help=True)
+app.command("sql")(sql.sql)
+app.command("export")(exchange.export_command)
+app.command("import")(exchange.import_command)
+app.command("compact")(upkeep.compact)
+app.command("gc")(upkeep.gc)
+app.command("pin")(upkeep.pin)
+app.command("unpin")(upkeep.unpin)
 
 
 @app.command("ls")
@@ -59,9 +68,11 @@ def show(
         line = f"outcome {found.outcome.kind} reward {found.outcome.reward}"
         console.print(line, found.outcome.reward_parts, found.outcome.detail, markup=False)
     if tokens:
-        ids = reader.read(Ref(found.id)).token_ids.tolist()
-        text = make_renderer(settings).tokenizer.decode(ids)
-        console.print(text, markup=False, highlight=False)
+        renderer = make_renderer(settings)
+        check_digests(found.header, {"tokenizer": renderer.digest})
+        for context in range(found.num_contexts):
+            ids = reader.read(Ref(found.id, context=context), ("token_ids",)).token_ids.tolist()
+            console.print(renderer.tokenizer.decode(ids), markup=False, highlight=False)
 
 
 @app.command("fsck")
@@ -79,7 +90,7 @@ def fsck(
     from k3rl.store.fsck import check, compare_ledger
 
     root = store or find_run(run)[0] / "store"
-    report = check(root, repair=repair)
+    report = check(root, repair=repair, references=large_files)
     for finding in report.findings:
         typer.echo(str(finding))
     typer.echo(report.summary())

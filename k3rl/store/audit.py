@@ -60,7 +60,8 @@ def compare_ledger(root: Path, ledger_dir: Path, reader: StoreReader | None = No
 
     `reader` is one that has the root open already. The entries of a trajectory must tile what it
     stores itself, from the branch point on, tokens of an unfinished step included, and each hash
-    must be that of the stored tokens.
+    must be that of the stored tokens. Imported trajectories are left out: no writer noted them; and
+    so are those that the retention policy let go.
     """
     reader = reader or StoreReader(root)
     acks = read_ledgers(ledger_dir)
@@ -68,14 +69,19 @@ def compare_ledger(root: Path, ledger_dir: Path, reader: StoreReader | None = No
     entries: dict[tuple[TrajectoryId, int], list[Ack]] = defaultdict(list)
     for ack in acks:
         entries[ack.id, ack.context].append(ack)
-    for record in reader.state.live.records.values():
+    live, let_go = reader.state.live, reader.state.manifest.let_go
+    for id in live.ids():
+        if live.is_imported(id):
+            continue
         report.num_trajectories += 1
-        for context in record.contexts:
-            base, tokens = reader.read_acknowledged(record.id, context)
+        for context in live.ranges(id):
+            base, tokens = reader.read_acknowledged(id, context)
             report.num_tokens += len(tokens.token_ids)
-            found = entries.pop((record.id, context), [])
-            _compare(report, record.id, context, base, tokens, found)
-    report.lost.extend(_range(ack) for rest in entries.values() for ack in rest)
+            found = entries.pop((id, context), [])
+            _compare(report, id, context, base, tokens, found)
+    for (id, _), rest in entries.items():
+        if id not in let_go:
+            report.lost.extend(map(_range, rest))
     return report
 
 

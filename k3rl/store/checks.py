@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias
 
 from k3rl.blobs import BlobStore
 from k3rl.errors import StoreError, UserInputError
-from k3rl.store.protocol import StepFrame, UpdateRow
-from k3rl.types import Digest, TokenFrame, TrajectoryHeader
+from k3rl.store.protocol import SampleRequest, SampleUnit, StepFrame, UpdateRow
+from k3rl.types import Digest, Snapshot, Step, TokenFrame, TrajectoryHeader
 
 INT32, INT64 = 2**31, 2**63
+What: TypeAlias = str | Callable[[], str]
+"""The subject of a complaint; what is checked 20,000 times in a second says it only if asked."""
 _DIGEST = re.compile("[0-9a-f]{64}")
 _ID = re.compile("[0-9a-f]{32}")
 
@@ -29,11 +35,12 @@ def check_text(what: str, *texts: str | None) -> None:
             raise UserInputError(f"{what}: {text!r} cannot be stored: {error.reason}") from None
 
 
-def check_numbers(what: str, limit: int, *numbers: int | None) -> None:
+def check_numbers(what: What, limit: int, *numbers: int | None) -> None:
     """Raises UserInputError for a number outside [-limit, limit)."""
     for number in numbers:
         if not -limit <= (number or 0) < limit:
-            raise UserInputError(f"{what}: {number} does not fit {limit.bit_length()} bits")
+            name = what if isinstance(what, str) else what()
+            raise UserInputError(f"{name}: {number} does not fit {limit.bit_length()} bits")
 
 
 def check_header(header: TrajectoryHeader) -> None:
@@ -52,11 +59,11 @@ def check_header(header: TrajectoryHeader) -> None:
 
 def check_frame(frame: TokenFrame) -> None:
     """Raises UserInputError for numbers that the `segments` table cannot hold."""
-    where = f"trajectory {frame.id}: tokens at {frame.offset}"
+    where = partial("trajectory {}: tokens at {}".format, frame.id, frame.offset)
     check_numbers(where, INT32, frame.context)
     check_numbers(where, INT64, frame.offset, frame.epoch)
     for span in frame.spans:
-        check_numbers(f"{where}: versions", INT32, span.policy_version, span.state_version)
+        check_numbers(where, INT32, span.policy_version, span.state_version)
 
 
 def check_commit(frame: StepFrame, blobs: BlobStore) -> None:
@@ -64,22 +71,35 @@ def check_commit(frame: StepFrame, blobs: BlobStore) -> None:
 
     Raises StoreError when a layer of the snapshot is not stored, so it could not be restored.
     """
-    step, where = frame.step, f"step {frame.step.index}"
-    check_numbers(where, INT32, step.index, step.context)
-    check_numbers(where, INT64, step.token_start, step.token_end)
-    check_text(where, step.snapshot_before, step.snapshot_after, step.tree_digest)
+    check_step_fits(frame.step)
     if frame.tokens is not None:
         check_frame(frame.tokens)
     if frame.snapshot is None:
         return
-    taken = frame.snapshot
+    check_snapshot_fits(frame.snapshot)
+    for layer in frame.snapshot.layers:
+        if not blobs.has(layer):
+            raise StoreError(
+                f"snapshot {frame.snapshot.snapshot_id}: {blobs.path(layer)} is missing: "
+                "put layers first"
+            )
+
+
+def check_step_fits(step: Step) -> None:
+    """Raises UserInputError for a step that the `steps` table cannot hold."""
+    where = partial("step {}".format, step.index)
+    check_numbers(where, INT32, step.index, step.context)
+    check_numbers(where, INT64, step.token_start, step.token_end)
+    check_text("step", step.snapshot_before, step.snapshot_after, step.tree_digest)
+
+
+def check_snapshot_fits(taken: Snapshot) -> None:
+    """Raises UserInputError for a snapshot that the `snapshots` table cannot hold."""
     name = taken.snapshot_id
     check_text("snapshot", name, taken.parent, taken.tree_digest, taken.process_state)
     check_numbers(f"snapshot {name}", INT64, taken.num_bytes)
-    for layer in frame.snapshot.layers:
+    for layer in taken.layers:
         check_digest(f"snapshot {name}: layer", layer)
-        if not blobs.has(layer):
-            raise StoreError(f"snapshot {name}: {blobs.path(layer)} is missing: put layers first")
 
 
 def check_update(row: UpdateRow) -> None:
@@ -102,3 +122,21 @@ def check_version(parent: int, last: int, checksum: Digest, blob: Digest | None)
     check_digest("version: blob", blob)
     if not 0 <= parent <= last:
         raise UserInputError(f"version: parent {parent} is not one of 0..{last}")
+
+
+def check_sample(request: SampleRequest) -> None:
+    """Raises UserInputError for a draw that cannot be made of any store."""
+    unit, window = request.unit, request.window
+    if request.n < 0 or (window is not None and window < 1):
+        raise UserInputError(f"sample: n {request.n} and window {window} must be counts")
+    if unit is SampleUnit.TOKEN and window is None:
+        raise UserInputError("sample: unit token needs a window")
+    if unit is SampleUnit.SEGMENT and window is not None:
+        raise UserInputError("sample: unit segment takes no window: a segment is drawn whole")
+    if request.weights is not None and request.reward_temperature is not None:
+        raise UserInputError("sample: weights and reward_temperature exclude each other")
+    for weight in (request.weights or {}).values():
+        if not 0 <= weight < math.inf:
+            raise UserInputError(f"sample: {weight} is not a weight")
+    if request.reward_temperature is not None and not request.reward_temperature > 0:
+        raise UserInputError(f"sample: temperature {request.reward_temperature} is not positive")

@@ -14,23 +14,29 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from k3rl.blobs import BlobStore, fsync_folder
 from k3rl.errors import CorruptData, StoreError
+from k3rl.store.arrow import warm
 from k3rl.store.events import Event, FileStart, Finished, StepCommitted, VersionRow
 from k3rl.store.index import LiveIndex
 from k3rl.store.journal import FILE_BYTES, Journal, JournalWriter, Place
 from k3rl.store.live import LiveState
+from k3rl.store.manifest import with_pin
 from k3rl.store.mirror import IndexMirror
 from k3rl.store.protocol import UpdateRow
+from k3rl.store.record import Piece
 from k3rl.store.recovery import RootLock, next_service_epoch, recover
+from k3rl.store.sampler import Sampler
 from k3rl.store.sealing import MAX_BATCH_TOKENS, seal
+from k3rl.store.space import DiskGate
 from k3rl.store.state import StoreState
 from k3rl.store.tokens import FIELDS, TokenFiles, Tokens
+from k3rl.store.turns import Turns
+from k3rl.store.upkeep import Policy, Upkeep
 from k3rl.types import TokenFrame, TrajectoryId
 
 LEASE_TTL_S = 60.0
@@ -38,7 +44,13 @@ LEASE_TTL_S = 60.0
 SEAL_TOKENS = 2_000_000
 """Finished tokens in the journal that start a round of sealing."""
 READ_ATTEMPTS = 5
-"""A read whose journal file was sealed under its hands looks again."""
+"""A read whose file was sealed, or written again, under its hands looks again."""
+READ_AT_ONCE = 2
+"""Pieces that are read on the event loop when no disk is needed: 0.2 ms each."""
+NO_TRAJECTORY = (UpdateRow, VersionRow, FileStart)
+"""Events that are of none."""
+NO_CHANGE = (TokenFrame, StepCommitted)
+"""Events after which a trajectory is in the same state."""
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
@@ -80,8 +92,10 @@ class StoreCore:
         lease_ttl_s: float = LEASE_TTL_S,
         seal_tokens: int = SEAL_TOKENS,
         journal_file_bytes: int = FILE_BYTES,
+        policy: Policy | None = None,
     ) -> None:
         """Touches nothing yet. `index` is opened and closed with the store."""
+        self._policy = policy or Policy()
         self.root = Path(root)
         self._blobs = blobs
         self._index = index
@@ -89,7 +103,7 @@ class StoreCore:
         self._seal_tokens = seal_tokens
         self._journal_file_bytes = journal_file_bytes
         self._is_open = False
-        self._turns: dict[TrajectoryId, asyncio.Future[None]] = {}
+        self._turns = Turns()
         self._seen: dict[str, float] = {}
         self._waiting: Counter[str] = Counter()
         self._work, self._changed = Signal(), Signal()
@@ -106,13 +120,27 @@ class StoreCore:
         try:
             self._state: StoreState = await asyncio.to_thread(recover, self.root, True)
             self._live: LiveState = self._state.live
-            self._files = TokenFiles(self.root, lambda path: self._state.manifest.files[path])
+            self._files = TokenFiles(self.root, self._live.sealed.files)
+            self._sampler = Sampler(self._state.manifest, self._live.sealed.catalog)
             self._mirror = mirror = IndexMirror(self._index, self._live)
             await mirror.open()
-            self._journal = Journal(await asyncio.to_thread(self._writer))
+            writer = await asyncio.to_thread(self._writer)
+            self._journal = Journal(writer, self._apply, self._ended)
+            policy = self._policy
+            self._gate = DiskGate(self.root, policy.min_free_bytes, policy.admission_wait_s)
+            self._upkeep = Upkeep(
+                self.root,
+                self._state,
+                self._blobs,
+                policy,
+                self._seal_lock,
+                time.time() - 1,
+                lambda: self._gate.is_open,
+            )
         except BaseException:
             if mirror is not None:
                 await mirror.aclose()
+                self._live.sealed.files.close()
             lock.release()
             raise
         self._lock = lock
@@ -121,6 +149,13 @@ class StoreCore:
         self._is_open, self._closing = True, None
         self._spawn(self._reap_silent())
         self._spawn(self._seal_when_wanted())
+        self._spawn(asyncio.to_thread(warm))
+        self._spawn(self._upkeep.run())
+        self._spawn(self._gate.watch(self._room_changed))
+
+    def _room_changed(self) -> None:
+        self._work.wake()
+        self._upkeep.wake()
 
     async def aclose(self) -> None:
         """Seal what is finished, stop, and leave the files complete. Closing twice is fine.
@@ -137,6 +172,7 @@ class StoreCore:
         self._work.wake()
         self._changed.wake()
         try:
+            await self._upkeep.aclose()
             await self._journal.flush()
             if self._journal.error is None:
                 await self._seal()
@@ -147,6 +183,8 @@ class StoreCore:
             await asyncio.gather(*self._sealing, return_exceptions=True)
             await self._journal.aclose()
             await self._mirror.aclose()
+            self._files.forget(list(self._state.usage))
+            self._live.sealed.files.close()
             self._lock.release()
 
     async def reap(self, worker_id: str) -> list[TrajectoryId]:
@@ -165,39 +203,28 @@ class StoreCore:
     async def _write(self, id: TrajectoryId, decide: Callable[[], tuple[Event | None, T]]) -> T:
         """Decide in the trajectory's turn, journal the event if there is one, then answer.
 
-        Turns form a chain of futures, so whoever is cancelled neither breaks nor jumps the queue.
+        A turn lasts until its event is durable, also when whoever asked has gone away.
         """
         self._check_open()
-        ahead = self._turns.get(id)
-        mine = self._turns[id] = asyncio.get_running_loop().create_future()
-        end_turn = partial(self._end_turn, id, mine)
-        try:
-            if ahead is not None:
-                await asyncio.shield(ahead)
-        except asyncio.CancelledError:
-            if ahead is not None:
-                ahead.add_done_callback(end_turn)
-            raise
+        if not self._turns.take(id):
+            await self._turns.wait(id)
         try:
             self._check_open()
             self._is_alive(id)
             event, answer = decide()
-            if event is None:
-                end_turn()
-                return answer
-            future = self._journal.submit(event, partial(self._apply, event))
+            future = None if event is None else self._journal.submit(event)
         except BaseException:
-            end_turn()
+            self._turns.end(id)
             raise
-        future.add_done_callback(end_turn)
-        await asyncio.shield(future)
+        if future is None:
+            self._turns.end(id)
+        else:
+            await future
         return answer
 
-    def _end_turn(self, id: TrajectoryId, mine: asyncio.Future[None], _: Any = None) -> None:
-        if not mine.done():
-            mine.set_result(None)
-        if self._turns.get(id) is mine:
-            del self._turns[id]
+    def _ended(self, event: Event) -> None:
+        if not isinstance(event, NO_TRAJECTORY):
+            self._turns.end(event.id)
 
     def _is_alive(self, id: TrajectoryId) -> None:
         """A write on a claimed trajectory is a sign of life of the worker that holds it."""
@@ -206,15 +233,15 @@ class StoreCore:
             self._seen[record.worker_id] = time.monotonic()
 
     async def _record(self, row: UpdateRow | VersionRow) -> None:
-        await asyncio.shield(self._journal.submit(row, partial(self._apply, row)))
+        await self._journal.submit(row)
 
     def _apply(self, event: Event, sequence: int, place: Place) -> None:
         """The event is durable: from here on it is visible."""
         self._state.apply(event, sequence, place)
-        if isinstance(event, UpdateRow | VersionRow | FileStart):
+        if isinstance(event, NO_TRAJECTORY):
             return
         self._mirror.mark(event.id)
-        if not isinstance(event, TokenFrame | StepCommitted):
+        if not isinstance(event, NO_CHANGE):
             self._changed.wake()
         if isinstance(event, Finished) and self._state.unsealed_tokens >= self._seal_tokens:
             self._seal_wanted.set()
@@ -233,19 +260,24 @@ class StoreCore:
         moved = await asyncio.gather(*moves)
         return [id for id, was in zip(backwards, moved, strict=True) if was][::-1]
 
-    async def _load(
-        self,
-        id: TrajectoryId,
-        context: int,
-        start: int,
-        end: int,
-        fields: tuple[str, ...] = FIELDS,
-        acked: bool = False,
-    ) -> Tokens:
+    async def _load_many(
+        self, places: Callable[[], list[list[Piece]]], fields: tuple[str, ...] = FIELDS
+    ) -> list[Tokens]:
+        """Tokens of each list of pieces.
+
+        A few that are in memory are read here and now: a thread would take longer to come round.
+        """
+        wanted = places()
+        if sum(map(len, wanted)) <= READ_AT_ONCE:
+            with suppress(BlockingIOError, FileNotFoundError):
+                return self._files.load_many(wanted, fields, False)
+        return await self._still(lambda: partial(self._files.load_many, places(), fields))
+
+    async def _still(self, look_up: Callable[[], Callable[[], T]]) -> T:
+        """What is looked up here and read in a thread; again when its files went meanwhile."""
         for _ in range(READ_ATTEMPTS):
-            pieces = self._live.pieces(id, context, start, end, acked)
             try:
-                return await asyncio.to_thread(self._files.load, pieces, fields)
+                return await asyncio.to_thread(look_up())
             except FileNotFoundError as error:
                 missing = str(error.filename)
         raise CorruptData(missing, 0, "file", "holds tokens but is missing")
@@ -257,11 +289,14 @@ class StoreCore:
         end = record.contexts[number].acked
         if end == 0:
             return None
-        tokens = await self._load(id, number, 0, end, acked=True)
+        pieces = partial(self._live.pieces, id, number, 0, end, acked=True)
+        (tokens,) = await self._load_many(lambda: [pieces()])
         return TokenFrame(id, epoch, 0, *tokens, context=number)
 
-    async def _seal(self, pin: bool = False) -> None:
+    async def _seal(self, pin: str | None = None) -> None:
         """Seal what has finished so far, in rounds; the last record is pinned when asked.
+
+        A pin with a name stays until it is let go.
 
         It runs to its end even when the caller goes away: memory must follow a record that is
         linked, or no later one could be written.
@@ -271,23 +306,26 @@ class StoreCore:
         task.add_done_callback(self._sealing.discard)
         await asyncio.shield(task)
 
-    async def _seal_rounds(self, pin: bool) -> None:
+    async def _seal_rounds(self, pin: str | None) -> None:
         async with self._seal_lock:
             state, target = self._state, self._state.last_sequence
             while state.has_unsealed(target):
                 low_water, through = await self._journal.rotate()
                 state.usage.setdefault(self._journal.current_file, set())
                 batch = state.batch(low_water, through, MAX_BATCH_TOKENS)
-                draft = replace(state.seal_record(batch), is_pinned=pin)
-                record, extents = await asyncio.to_thread(
+                draft = with_pin(state.seal_record(batch), pin, state.manifest.head.seq + 1)
+                record, added = await asyncio.to_thread(
                     seal, self.root, state.manifest, self._files, batch, draft
                 )
-                gone = state.sealed(batch, record, extents)
+                gone = state.sealed(batch, record, added)
                 await asyncio.to_thread(_delete, self.root / "journal", gone)
                 self._files.forget(gone)
-            if pin and not state.manifest.head.is_pinned:
-                pinned = replace(state.next_record(), is_pinned=True)
-                state.manifest.take(await asyncio.to_thread(state.manifest.write, pinned))
+                self._upkeep.sealed()
+            head = state.manifest.head
+            is_named = not pin or (pin, head.seq) in head.pins
+            if pin is not None and not (head.is_pinned and is_named):
+                pinned = with_pin(state.next_record(), pin, head.seq + 1)
+                state.take(await asyncio.to_thread(state.manifest.write, pinned), None)
 
     async def _seal_when_wanted(self) -> None:
         while True:

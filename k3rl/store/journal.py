@@ -1,14 +1,16 @@
 """The journal: append-only files of framed events, made durable in groups.
 
     file    J-<service epoch, 8 digits>-<number, 8 digits>.tj
-    frame   magic 4 | version u8 | kind u8 | zero u16 | length u32 | sequence u64
+    frame   magic 4 | version u8 | kind u8 | flags u16 | length u32 | sequence u64
             crc32 of these 20 bytes
             payload (`k3rl.types.encode` of an event)
             blake3 of header and payload, first 8 bytes
 
 Invariants: sequences rise by one from frame to frame; an acknowledged frame is whole and synced;
 frames become visible (`apply`) in the order of their sequences. The header has a checksum of its
-own, so that a damaged length is told from a frame that the end of the file cuts off.
+own, so that a damaged length is told from a frame that the end of the file cuts off. All frames of
+a group but the first have the flag `FOLLOWS`: a group is written once the one before it is synced,
+so that what a power loss tore is told from damage to what was synced (`scan.is_torn`).
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ import asyncio
 import os
 import struct
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from blake3 import blake3
 
@@ -35,6 +37,8 @@ _HEAD = struct.Struct("<4sBBHIQ")
 _CRC = struct.Struct("<I")
 HEADER_BYTES = _HEAD.size + _CRC.size
 CHECK_BYTES = 8
+FOLLOWS = 1
+"""Flag: one sync made this frame and the one before it durable."""
 FILE_BYTES = 64 << 20
 """A file that reached this size is followed by the next one."""
 BATCH_BYTES = 8 << 20
@@ -58,7 +62,9 @@ class Frame(NamedTuple):
     place: Place
 
 
-Apply = Callable[[int, Place], None]
+Apply: TypeAlias = Callable[[Event, int, Place], None]
+Entry: TypeAlias = tuple[Event, bytes, asyncio.Future[int]]
+"""What was submitted: the event, its payload, and who waits for it."""
 
 
 def file_name(service_epoch: int, number: int) -> str:
@@ -71,9 +77,9 @@ def file_epoch(name: str) -> int:
     return int(name.split("-")[1])
 
 
-def pack(kind: int, sequence: int, payload: bytes) -> bytes:
+def pack(kind: int, sequence: int, payload: bytes, flags: int = 0) -> bytes:
     """The bytes of one frame."""
-    head = _HEAD.pack(MAGIC, VERSION, kind, 0, len(payload), sequence)
+    head = _HEAD.pack(MAGIC, VERSION, kind, flags, len(payload), sequence)
     body = b"".join([head, _CRC.pack(zlib.crc32(head)), payload])
     return body + blake3(body).digest(CHECK_BYTES)
 
@@ -116,6 +122,11 @@ def frame_bytes(data: bytes, offset: int) -> int | None:
     return HEADER_BYTES + int(length) + CHECK_BYTES if magic == MAGIC else None
 
 
+def follows(data: bytes, offset: int) -> bool:
+    """Whether the whole frame at `offset` was written in one group with the frame before it."""
+    return bool(_HEAD.unpack_from(data, offset)[3] & FOLLOWS)
+
+
 def frame_kind(data: bytes) -> int:
     """The kind byte of the frame at the start of `data`."""
     return int(_HEAD.unpack_from(data)[2])
@@ -130,38 +141,6 @@ def event_of(frame: Frame, path: str) -> Event:
     return event
 
 
-class Scan:
-    """All frames of one file in order; afterwards `good_bytes` and `torn_bytes` are known.
-
-    Bytes after the last whole frame are torn: the file ends inside a frame. Whether that may be is
-    for the caller to say (only at the end of the last file).
-    """
-
-    def __init__(self, path: Path, gaps: Collection[tuple[int, int]] = ()) -> None:
-        """Reads nothing yet. `gaps`: jumps of the sequence that are known (`ManifestRecord`)."""
-        self.path = path
-        self._gaps = gaps
-        self.good_bytes = 0
-        self.torn_bytes = 0
-
-    def __iter__(self) -> Iterator[Frame]:
-        """Raises CorruptData at the first frame that is whole but not what was written."""
-        data = self.path.read_bytes()
-        previous: int | None = None
-        while self.good_bytes < len(data):
-            frame = parse(data, self.good_bytes, str(self.path))
-            if frame is None:
-                self.torn_bytes = len(data) - self.good_bytes
-                return
-            jump = (frame.sequence if previous is None else previous + 1, frame.sequence)
-            if jump[0] != jump[1] and jump not in self._gaps:
-                detail = f"{frame.sequence} follows {previous}"
-                raise CorruptData(str(self.path), self.good_bytes, "sequence", detail)
-            previous = frame.sequence
-            yield frame
-            self.good_bytes += frame.place.num_bytes
-
-
 class JournalWriter:
     """The blocking half: one file open for append, used by one thread at a time.
 
@@ -171,7 +150,7 @@ class JournalWriter:
     def __init__(
         self, folder: Path, service_epoch: int, next_sequence: int, file_bytes: int = FILE_BYTES
     ) -> None:
-        """Creates the epoch's first file."""
+        """Creates the epoch's first file. Raises StoreError; then nothing is left open."""
         self.folder = folder
         self.service_epoch = service_epoch
         self.next_sequence = next_sequence
@@ -181,7 +160,11 @@ class JournalWriter:
         self._handle = -1
         self._size = 0
         self.name = ""
-        self.rotate()
+        try:
+            self.rotate()
+        except BaseException:
+            self.close()
+            raise
 
     def write(self, batch: list[tuple[int, bytes]]) -> list[tuple[int, Place]]:
         """Append (kind, payload) pairs and sync once; returns their sequences and places."""
@@ -189,7 +172,8 @@ class JournalWriter:
             self.rotate()
         frames, places, offset = [], [], self._size
         for index, (kind, payload) in enumerate(batch):
-            frame = pack(kind, self.next_sequence + index, payload)
+            flags = FOLLOWS if index else 0
+            frame = pack(kind, self.next_sequence + index, payload, flags)
             places.append((self.next_sequence + index, Place(self.name, offset, len(frame))))
             frames.append(frame)
             offset += len(frame)
@@ -258,14 +242,16 @@ class Journal:
     """The asynchronous half: group commit, one sync at a time, off the event loop's thread.
 
     A frame that finds the disk idle is synced at once; those that arrive meanwhile share the next
-    sync. `apply` callbacks run on the event loop, in sequence order, before any acknowledgement.
+    sync. Both callbacks run on the event loop, in sequence order: `apply` when an event is durable,
+    before it is acknowledged, and then `ended`, which is called when it has failed, too.
     """
 
-    def __init__(self, writer: JournalWriter) -> None:
+    def __init__(self, writer: JournalWriter, apply: Apply, ended: Callable[[Event], None]) -> None:
         """`writer` is used by no one else from here on."""
         self._writer = writer
+        self._apply, self._ended = apply, ended
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="k3rl-journal")
-        self._pending: list[tuple[int, bytes, Apply, asyncio.Future[int]]] = []
+        self._pending: list[Entry] = []
         self._task: asyncio.Task[None] | None = None
         self._exclusive = asyncio.Lock()
         self.num_frames = 0
@@ -282,15 +268,15 @@ class Journal:
         """Name of the file being appended to."""
         return self._writer.name
 
-    def submit(self, event: Event, apply: Apply) -> asyncio.Future[int]:
+    def submit(self, event: Event) -> asyncio.Future[int]:
         """Queue an event; the future is its sequence once durable and applied.
 
-        The future must be awaited shielded: a waiter that goes away must not cancel the write.
+        Who waits for it may go away: a future that is cancelled does not cancel the write.
         """
         if self.error is not None:
             raise StoreError(str(self.error))
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._pending.append((KIND_OF[type(event)], encode(event), apply, future))
+        self._pending.append((event, encode(event), future))
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._drain())
         return future
@@ -318,7 +304,7 @@ class Journal:
         while self._pending:
             async with self._exclusive:
                 group = self._take_group()
-                batch = [(kind, payload) for kind, payload, _, _ in group]
+                batch = [(KIND_OF[type(event)], payload) for event, payload, _ in group]
                 try:
                     done = await loop.run_in_executor(self._thread, self._writer.write, batch)
                 except StoreError as error:
@@ -327,7 +313,7 @@ class Journal:
                     return
                 self._settle(group, done)
 
-    def _take_group(self) -> list[tuple[int, bytes, Apply, asyncio.Future[int]]]:
+    def _take_group(self) -> list[Entry]:
         size = count = 0
         while count < len(self._pending) and (count == 0 or size < BATCH_BYTES):
             size += len(self._pending[count][1])
@@ -335,26 +321,29 @@ class Journal:
         group, self._pending = self._pending[:count], self._pending[count:]
         return group
 
-    def _settle(
-        self,
-        group: list[tuple[int, bytes, Apply, asyncio.Future[int]]],
-        done: list[tuple[int, Place]],
-    ) -> None:
+    def _settle(self, group: list[Entry], done: list[tuple[int, Place]]) -> None:
         self.num_syncs += 1
-        for (_, _, apply, future), (sequence, place) in zip(group, done, strict=True):
-            self.num_frames += 1
+        self.num_frames += len(group)
+        for (event, _, future), (sequence, place) in zip(group, done, strict=True):
             self.num_bytes += place.num_bytes
-            try:
-                apply(sequence, place)
-            except Exception as error:
-                future.set_exception(error)
-            else:
-                future.set_result(sequence)
+            error = self._try_apply(event, sequence, place)
+            if not future.done():
+                if error is None:
+                    future.set_result(sequence)
+                else:
+                    future.set_exception(error)
+            self._ended(event)
 
-    def _fail(
-        self, group: list[tuple[int, bytes, Apply, asyncio.Future[int]]], error: StoreError
-    ) -> None:
-        for _, _, _, future in group:
+    def _try_apply(self, event: Event, sequence: int, place: Place) -> Exception | None:
+        try:
+            self._apply(event, sequence, place)
+        except Exception as error:
+            return error
+        return None
+
+    def _fail(self, group: list[Entry], error: StoreError) -> None:
+        for event, _, future in group:
             if not future.done():
                 future.set_exception(StoreError(str(error)))
                 future.exception()
+            self._ended(event)

@@ -1,8 +1,9 @@
 """What workers write down outside the store: one line per acknowledgement, synced.
 
 The ledger judges the store: whatever is in it must be stored, exactly once, with the same content.
-A line is JSON {"id", "context", "offset", "count", "hash"}. Noting an acknowledgement twice (a
-resumed worker repeats those it was handed) does no harm.
+A line is JSON {"id", "context", "offset", "count", "hash"}, with "follows": true when it was synced
+together with the line before it. Noting an acknowledgement twice (a resumed worker repeats those it
+was handed) does no harm.
 """
 
 from __future__ import annotations
@@ -13,24 +14,25 @@ import os
 import threading
 from pathlib import Path
 
-from k3rl.blobs import fsync_folder
+from k3rl.blobs import fsync_parents
 from k3rl.errors import CorruptData, StoreError
 from k3rl.store.protocol import Ack
+from k3rl.types import JsonObject
 
 
 class Ledger:
     """One worker's file, for append. Safe to use from several threads of one process."""
 
     def __init__(self, path: Path) -> None:
-        """Makes the file; a line that a kill cut short is cut off."""
+        """Makes the file; lines that a kill or a power loss left unfinished are cut off."""
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         self._guard = threading.Lock()
-        self._torn_at: int | None = self.path.read_bytes().rfind(b"\n") + 1
+        self._torn_at: int | None = _whole_bytes(self.path.read_bytes())
         """Where a line begins that is not whole; None: all are."""
         self._cut_torn()
-        fsync_folder(self.path.parent)
+        fsync_parents(self.path)
 
     def write(self, *acks: Ack) -> None:
         """Note acknowledgements durably, before the worker goes on.
@@ -38,7 +40,7 @@ class Ledger:
         Raises StoreError when the disk refuses; the last lines are then not there, or only in part
         and cut off before the next one.
         """
-        data = b"".join(_line(ack) for ack in acks)
+        data = b"".join(_line(ack, index > 0) for index, ack in enumerate(acks))
         with self._guard:
             try:
                 self._cut_torn()
@@ -66,28 +68,48 @@ class Ledger:
                 self._handle = -1
 
 
-def _line(ack: Ack) -> bytes:
-    fields = {
+def _line(ack: Ack, follows: bool) -> bytes:
+    fields: JsonObject = {
         "id": ack.id,
         "context": ack.context,
         "offset": ack.offset,
         "count": ack.count,
         "hash": ack.content_hash,
     }
+    if follows:
+        fields["follows"] = True
     return json.dumps(fields).encode() + b"\n"
+
+
+def _whole_bytes(data: bytes) -> int:
+    """Up to where a file holds what was synced, if what follows is torn: else all of it.
+
+    A torn line has no end, or zeros where a sector was not written; no later write follows it.
+    """
+    at = 0
+    lines = data.splitlines(keepends=True)
+    for number, line in enumerate(lines):
+        if not _is_whole(line):
+            later = (each for each in lines[number + 1 :] if _is_whole(each))
+            return at if all(b'"follows": true' in each for each in later) else len(data)
+        at += len(line)
+    return at
+
+
+def _is_whole(line: bytes) -> bool:
+    return line.endswith(b"\n") and b"\0" not in line
 
 
 def read_ledgers(folder: Path) -> set[Ack]:
     """All acknowledgements in the `*.jsonl` files of a folder, each once.
 
-    A last line without its end was never noted. Raises CorruptData for any other bad line.
+    Torn lines at the end were never noted. Raises CorruptData for any other bad line.
     """
     acks: set[Ack] = set()
     for path in sorted(Path(folder).glob("*.jsonl")):
-        offset = 0
-        for line in path.read_bytes().splitlines(keepends=True):
-            if line.endswith(b"\n"):
-                acks.add(_parse(path, offset, line))
+        offset, data = 0, path.read_bytes()
+        for line in data[: _whole_bytes(data)].splitlines(keepends=True):
+            acks.add(_parse(path, offset, line))
             offset += len(line)
     return acks
 

@@ -1,9 +1,11 @@
-"""What the store knows of its trajectories: a plain state machine, no I/O, no tokens.
+"""What the store knows of its trajectories: a plain state machine, no tokens.
 
 It works in two halves. The *decide* methods (`begin`, `claim`, `append`, `commit`, ...) check a
 request against the present state and return the event to journal, or None when the same request
 was granted before. `apply` folds an event that is durable into the state; it is the only thing that
 changes it, so a replay of the journal gives the same state as the run that wrote it.
+
+What is sealed changes no more: it leaves the records here and is looked up in files (`View`).
 
 Invariants: offsets of a context's extents are gapless from its base; committed <= acknowledged;
 a step, its environment tokens and its snapshot appear in one `apply`.
@@ -11,10 +13,10 @@ a step, its environment tokens and its snapshot appear in one `apply`.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import Counter, OrderedDict
 
 from k3rl.errors import Fenced, StoreError
+from k3rl.store.archive import Archive
 from k3rl.store.events import (
     Begun,
     BranchStart,
@@ -28,7 +30,7 @@ from k3rl.store.events import (
 )
 from k3rl.store.journal import Place
 from k3rl.store.protocol import Ack, StepFrame
-from k3rl.store.record import Piece, TrajectoryRecord
+from k3rl.store.record import TrajectoryRecord
 from k3rl.store.rules import (
     ack_of,
     check_active,
@@ -39,34 +41,35 @@ from k3rl.store.rules import (
     known_step,
     same,
 )
+from k3rl.store.view import View
 from k3rl.types import (
     Author,
     LineageKind,
     Outcome,
     ParentRef,
-    Snapshot,
     Step,
     TokenFrame,
-    Trajectory,
     TrajectoryHeader,
     TrajectoryId,
     TrajectoryState,
 )
 
 ACTIVE, PAUSED = TrajectoryState.ACTIVE, TrajectoryState.PAUSED
+MAX_BRANCH_DEPTH = 64
+"""Longest chain of parents. A branch never takes its parent's tokens over, not even when files are
+written again: ledgers, draws and exports count them as the parent's."""
 FINISHED, QUEUED = TrajectoryState.FINISHED, TrajectoryState.QUEUED
 
 
-class LiveState:
+class LiveState(View):
     """All trajectories, snapshots and the work queue."""
 
-    def __init__(self) -> None:
-        """Empty."""
-        self.records: dict[TrajectoryId, TrajectoryRecord] = {}
-        self.snapshots: dict[str, Snapshot] = {}
+    def __init__(self, sealed: Archive | None = None) -> None:
+        """Nothing but what is sealed."""
+        super().__init__(sealed)
         self.queue: OrderedDict[TrajectoryId, None] = OrderedDict()
-        self.changed: OrderedDict[TrajectoryId, int] = OrderedDict()
-        """Sequence of each trajectory's last change of state, oldest first."""
+        self._named: Counter[str] = Counter()
+        """How many steps that are not sealed end with a snapshot."""
         self._held: dict[str, dict[TrajectoryId, None]] = {}
 
     # Decide
@@ -76,7 +79,7 @@ class LiveState:
 
         The start itself may differ: the parent has moved on since.
         """
-        known = self.records.get(header.id)
+        known = self.known(header.id)
         if known is None:
             if start is None and header.parent and header.parent.kind is LineageKind.BRANCH:
                 raise StoreError(f"trajectory {header.id}: a branch is begun with `branch`")
@@ -90,6 +93,11 @@ class LiveState:
         record = self.record(parent.id)
         if min(parent.context, parent.token_offset, parent.step) < 0:
             raise StoreError(f"trajectory {parent.id}: a branch point counts from 0, got {parent}")
+        if self.depth(parent.id) >= MAX_BRANCH_DEPTH:
+            raise StoreError(
+                f"trajectory {parent.id} is already {MAX_BRANCH_DEPTH} branches away from the first"
+                " of its line: branch off one of its ancestors"
+            )
         steps = self.steps(parent.id)
         low, high = self._branch_range(record, steps, parent)
         if not low <= parent.token_offset <= high:
@@ -108,6 +116,13 @@ class LiveState:
             num_policy_tokens_pending=0,
             snapshot_id=before[-1] if before else None,
         )
+
+    def depth(self, id: TrajectoryId) -> int:
+        """How many parents a read of all its tokens walks."""
+        depth, parent = 0, self._holder(id).branched_from
+        while parent is not None:
+            depth, parent = depth + 1, self._holder(parent).branched_from
+        return depth
 
     def _branch_range(
         self, record: TrajectoryRecord, steps: tuple[Step, ...], parent: ParentRef
@@ -158,7 +173,7 @@ class LiveState:
         if step.index < record.next_step:
             return None, known_step(record, frame)
         check_active(record)
-        check_step(record, frame, self.snapshots)
+        check_step(record, frame, self.snapshot)
         acks = [ack_of(tokens)] if tokens is not None and len(tokens.token_ids) else []
         return StepCommitted(id, epoch, frame), acks
 
@@ -206,6 +221,8 @@ class LiveState:
                 if frame.tokens is not None and len(frame.tokens.token_ids):
                     record.add(frame.tokens, place)
                 record.commit(frame.step)
+                if frame.step.snapshot_after is not None:
+                    self._named[frame.step.snapshot_after] += 1
                 if frame.snapshot is not None:
                     self.snapshots[frame.snapshot.snapshot_id] = frame.snapshot
             case Claimed():
@@ -227,86 +244,22 @@ class LiveState:
                 record.finish(event.outcome, sequence)
                 self._change(event.id, FINISHED, sequence)
 
-    def restore(self, record: TrajectoryRecord) -> None:
-        """Take in a sealed trajectory."""
-        self.records[record.id] = record
-        self.changed[record.id] = record.finished_sequence
+    def seal(self, record: TrajectoryRecord) -> None:
+        """What is sealed is looked up among the sealed from here on."""
+        del self.records[record.id]
+        del self.changed[record.id]
+        for step in record.steps:
+            name = step.snapshot_after
+            if name is not None:
+                self._named[name] -= 1
+                if not self._named[name]:
+                    del self._named[name]
+                    self.snapshots.pop(name, None)
+        for context in record.contexts.values():
+            context.extents = []
+        self.sealed.keep(record)
 
-    def sort(self) -> None:
-        """Order trajectories by begin and changes by sequence, after sealed ones were taken in."""
-        self.records = dict(sorted(self.records.items(), key=lambda kv: kv[1].begun_sequence))
-        self.changed = OrderedDict(sorted(self.changed.items(), key=lambda kv: kv[1]))
-
-    # Look up
-
-    def record(self, id: TrajectoryId) -> TrajectoryRecord:
-        """A trajectory's record. Raises StoreError when unknown."""
-        record = self.records.get(id)
-        if record is None:
-            raise StoreError(f"trajectory {id} is unknown")
-        return record
-
-    def find(self, prefix: str) -> TrajectoryRecord:
-        """By id or by an unambiguous prefix of one."""
-        if prefix in self.records:
-            return self.records[prefix]
-        found = [id for id in self.records if prefix and id.startswith(prefix)]
-        if len(found) == 1:
-            return self.records[found[0]]
-        what = f"is ambiguous: {', '.join(found[:3])}, ..." if found else "is unknown"
-        raise StoreError(f"trajectory {prefix!r} {what}")
-
-    def steps(self, id: TrajectoryId) -> tuple[Step, ...]:
-        """Committed steps, those inherited from the parent first."""
-        record = self.record(id)
-        if record.start is None:
-            return tuple(record.steps)
-        return self.steps(self._parent(record))[: record.start.step] + tuple(record.steps)
-
-    def end(self, id: TrajectoryId, context: int) -> int:
-        """Committed tokens of a context, inherited ones included."""
-        record = self.record(id)
-        if context in record.contexts:
-            return record.contexts[context].committed
-        if record.start is not None and 0 <= context < record.start.context:
-            return self.end(self._parent(record), context)
-        raise StoreError(f"trajectory {id} has no context {context}")
-
-    def pieces(
-        self, id: TrajectoryId, context: int, start: int, end: int, acked: bool = False
-    ) -> list[Piece]:
-        """Where tokens [start, end) of a context lie, through the chain of parents.
-
-        Only committed tokens, unless `acked`: then those of the unfinished step too.
-        """
-        record = self.record(id)
-        limit = record.contexts[context].acked if acked else self.end(id, context)
-        if not 0 <= start <= end <= limit:
-            raise StoreError(f"trajectory {id}: tokens [{start}, {end}) of {limit} do not exist")
-        return list(self._pieces(record, context, start, end))
-
-    def _pieces(
-        self, record: TrajectoryRecord, context: int, start: int, end: int
-    ) -> Iterator[Piece]:
-        own = record.contexts.get(context)
-        base = own.base if own else end
-        if start < min(base, end):
-            parent = self.record(self._parent(record))
-            yield from self._pieces(parent, context, start, min(base, end))
-        if own:
-            yield from own.pieces(max(start, base), end)
-
-    def snapshot_of(self, id: TrajectoryId) -> Snapshot | None:
-        """The sandbox after the newest committed step that has a snapshot."""
-        record = self.record(id)
-        after = [s.snapshot_after for s in record.steps if s.snapshot_after]
-        found = after[-1] if after else record.start.snapshot_id if record.start else None
-        return self.snapshots.get(found) if found else None
-
-    def trajectory(self, id: TrajectoryId) -> Trajectory:
-        """The carrier of what readers may see."""
-        record = self.record(id)
-        return record.trajectory(self.steps(id))
+    # Workers
 
     def held_by(self, worker_id: str) -> list[TrajectoryId]:
         """What a worker has claimed."""
@@ -315,20 +268,6 @@ class LiveState:
     def workers(self) -> list[str]:
         """Who holds anything."""
         return list(self._held)
-
-    def changes_after(self, cursor: int) -> list[tuple[int, TrajectoryId]]:
-        """(sequence, id) of every trajectory whose last change of state is after `cursor`."""
-        found = []
-        for id, sequence in reversed(self.changed.items()):
-            if sequence <= cursor:
-                break
-            found.append((sequence, id))
-        return found[::-1]
-
-    def _parent(self, record: TrajectoryRecord) -> TrajectoryId:
-        if record.header.parent is None:
-            raise StoreError(f"trajectory {record.id} has no parent")
-        return record.header.parent.id
 
     def _hold(self, record: TrajectoryRecord, worker_id: str | None) -> None:
         if record.worker_id is not None:

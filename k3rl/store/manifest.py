@@ -15,14 +15,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from k3rl.blobs import fsync_folder
-from k3rl.errors import CorruptData, StoreError, UserInputError
+from k3rl.errors import CorruptData, SchemaTooNew, StoreError, UserInputError
 from k3rl.types import Digest, TrajectoryId, canonical_json, digest_json, from_plain, to_plain
 
 NO_HASH = "0" * 64
+VERSION = 1
+"""Of a record's format. Fields are only ever added, with a default; else the version rises."""
 
 
 class CommitInDoubt(StoreError):
@@ -56,9 +59,14 @@ class ManifestRecord:
     prev_hash: Digest = NO_HASH
     adds: tuple[SealedFile, ...] = ()
     removes: tuple[str, ...] = ()
-    """Paths taken out of the store (quarantined)."""
+    """Paths taken out of the store: quarantined, or, if `is_upkeep`, deleted after a grace."""
+    restores: tuple[str, ...] = ()
+    """Paths that compaction took out and a repair brings back: what was made of them is broken."""
     drops: tuple[TrajectoryId, ...] = ()
-    """Trajectories given up by a repair: what sealed files and journal have of them so far."""
+    """Trajectories given up by a repair, or, if `is_upkeep`, let go as the retention policy says.
+
+    It concerns what sealed files and journal have of them so far.
+    """
     drops_through: int = 0
     """Last sequence that `drops` covers; begun again later, the same trajectory counts."""
     gaps: tuple[tuple[int, int], ...] = ()
@@ -72,6 +80,19 @@ class ManifestRecord:
     """Highest policy version handed out so far."""
     is_pinned: bool = False
     """Whether `sample` draws from the store as of this record until a later one is pinned."""
+    is_import: bool = False
+    """Whether what it adds came from a file: the journal never had it."""
+    is_upkeep: bool = False
+    """Whether compaction or garbage collection wrote it: what it takes out was not damaged."""
+    undrawable_from: int | None = None
+    """Records from this one on, up to this record, had trajectories that are gone since."""
+    pins: tuple[tuple[str, int], ...] = ()
+    """(name, record): what is there as of that record stays until the name is let go."""
+    garbage: tuple[tuple[Digest, float], ...] | None = None
+    """(blob, Unix time of its first mention) that nothing names; replaces the last such list."""
+    written_at: float = 0.0
+    """Unix time; 0: unknown."""
+    version: int = VERSION
     self_hash: Digest = NO_HASH
     """digest_json of the record without this field."""
 
@@ -84,6 +105,14 @@ class Manifest:
     records: list[ManifestRecord] = field(default_factory=list)
     files: dict[str, SealedFile] = field(default_factory=dict)
     """Sealed files that exist, by path, in the order in which they were added."""
+    retired: dict[str, ManifestRecord] = field(default_factory=dict)
+    """What upkeep took out, by path, and the record that did; the file may be deleted by now."""
+    added_by: dict[str, int] = field(default_factory=dict)
+    """The record that added each file that there ever was."""
+    undrawable: list[tuple[int, int]] = field(default_factory=list)
+    """[first, next) records whose trajectories are not all there any more."""
+    garbage: dict[Digest, float] = field(default_factory=dict)
+    """Blobs that nothing named at the last look, and since when."""
     doubt: CommitInDoubt | None = None
     """Why nothing more may be written; None: all is well."""
 
@@ -103,6 +132,11 @@ class Manifest:
         return {id: record for record in self.records for id in record.drops}
 
     @property
+    def let_go(self) -> frozenset[TrajectoryId]:
+        """Trajectories that the retention policy took out, whether they came back or not."""
+        return frozenset(id for r in self.records if r.is_upkeep for id in r.drops)
+
+    @property
     def gaps(self) -> frozenset[tuple[int, int]]:
         """Jumps of the journal's sequences that repairs left behind."""
         return frozenset(gap for record in self.records for gap in record.gaps)
@@ -115,7 +149,18 @@ class Manifest:
     def next_record(self) -> ManifestRecord:
         """A record after the head that changes nothing, to be filled in."""
         return replace(
-            self.head, adds=(), removes=(), drops=(), drops_through=0, gaps=(), is_pinned=False
+            self.head,
+            adds=(),
+            removes=(),
+            restores=(),
+            drops=(),
+            drops_through=0,
+            gaps=(),
+            is_pinned=False,
+            is_import=False,
+            is_upkeep=False,
+            undrawable_from=None,
+            garbage=None,
         )
 
     def check_writable(self) -> None:
@@ -132,10 +177,29 @@ class Manifest:
             if file.table == table and file.path in self.files
         ]
 
+    def entry(self, path: str) -> SealedFile:
+        """What some record said of a sealed file that exists or existed."""
+        adds = self.records[self.added_by[path]].adds
+        return next(file for file in adds if file.path == path)
+
     def take(self, record: ManifestRecord) -> None:
         """Add the next record of the chain."""
+        for path in record.removes:
+            self.files.pop(path, None)
+            if record.is_upkeep:
+                self.retired[path] = record
+        self.files.update({file.path: file for file in record.adds})
+        self.added_by.update({file.path: record.seq for file in record.adds})
+        for path in record.restores:
+            self.files[path] = self.entry(path)
+            del self.retired[path]
+        is_loss = bool(record.drops or (record.removes and not record.is_upkeep))
+        if is_loss or record.undrawable_from is not None:
+            self.undrawable.append((record.undrawable_from or 0, record.seq))
+        if record.garbage is not None:
+            self.garbage = dict(record.garbage)
+            record = replace(record, garbage=())
         self.records.append(record)
-        _fold(self.files, record)
 
     def write(self, record: ManifestRecord) -> ManifestRecord:
         """Write the record after the head durably, with hashes and seq filled in; `take` it next.
@@ -150,6 +214,8 @@ class Manifest:
                 record,
                 seq=last.seq + 1 if last else 0,
                 prev_hash=last.self_hash if last else NO_HASH,
+                version=VERSION,
+                written_at=time.time(),
             )
         )
         try:
@@ -160,6 +226,18 @@ class Manifest:
         return record
 
 
+def with_pin(record: ManifestRecord, name: str | None, seq: int) -> ManifestRecord:
+    """The record, which will be record `seq`, pinned, and under a name if that is not empty.
+
+    None: as it is.
+    """
+    if name is None:
+        return record
+    others = tuple(pin for pin in record.pins if pin[0] != name)
+    pins = (*others, (name, seq)) if name else record.pins
+    return replace(record, is_pinned=True, pins=pins)
+
+
 def record_path(root: Path, seq: int) -> Path:
     """Where a record lies."""
     return root / "_log" / f"{seq:020d}.json"
@@ -168,7 +246,8 @@ def record_path(root: Path, seq: int) -> Path:
 def load_manifest(root: Path) -> tuple[Manifest, list[Path]]:
     """The chain of a store and the paths of a torn last record (at most one).
 
-    Raises CorruptData for a hole, a bad hash, or no record where there are other files.
+    Raises CorruptData for a hole, a bad hash, or no record where there are other files;
+    SchemaTooNew.
     """
     manifest = Manifest(root)
     paths = sorted((root / "_log").glob("[0-9]*.json"))
@@ -193,22 +272,20 @@ def sealed_record(record: ManifestRecord) -> ManifestRecord:
     return replace(record, self_hash=digest_json(plain))
 
 
-def _fold(files: dict[str, SealedFile], record: ManifestRecord) -> None:
-    for path in record.removes:
-        files.pop(path, None)
-    files.update({file.path: file for file in record.adds})
-
-
 def _parse(path: Path, data: bytes, last: ManifestRecord | None) -> ManifestRecord:
     try:
         plain = json.loads(data)
-        record = from_plain(ManifestRecord, plain)
-        del plain["self_hash"]
-        self_hash = digest_json(plain)
-    except (UserInputError, ValueError, KeyError) as error:
+        self_hash = plain.pop("self_hash")
+        if self_hash != digest_json(plain):
+            raise CorruptData(str(path), 0, "self_hash", "does not match the record")
+        if plain.get("version", VERSION) > VERSION:
+            raise SchemaTooNew(
+                f"{path}: version: {plain['version']} is newer than {VERSION}: read it with a "
+                "newer k3rl"
+            )
+        record = from_plain(ManifestRecord, {**plain, "self_hash": self_hash})
+    except (UserInputError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise CorruptData(str(path), 0, "record", str(error)) from None
-    if self_hash != record.self_hash:
-        raise CorruptData(str(path), 0, "self_hash", "does not match the record")
     if record.prev_hash != (last.self_hash if last else NO_HASH):
         raise CorruptData(str(path), 0, "prev_hash", "is not the hash of the record before")
     if record.seq != (last.seq + 1 if last else 0):

@@ -106,7 +106,8 @@ class IndexMirror:
         await self._index.release([id for id in ended if not self._is_held(id)])
 
     def _is_held(self, id: TrajectoryId) -> bool:
-        return id in self.claiming or self._live.records[id].worker_id is not None
+        record = self._live.records.get(id)
+        return id in self.claiming or (record is not None and record.worker_id is not None)
 
     async def requeue(self, ids: Sequence[TrajectoryId]) -> None:
         """Paused or reaped ids to the front. Never fails, like `release`."""
@@ -166,19 +167,16 @@ class IndexMirror:
         for id, worker_id in self.claiming.items():
             leases[id] = Lease(worker_id, live.records[id].epoch)
         queued = [id for id in live.queue if id not in self.claiming]
-        await self._index.rebuild([self._row(id) for id in live.records], queued, leases)
+        rows = [TrajectoryRow(*numbers) for numbers in live.all_numbers()]
+        await self._index.rebuild(rows, queued, leases)
         self._is_stale = False
-
-    def _row(self, id: TrajectoryId) -> TrajectoryRow:
-        record = self._live.records[id]
-        return TrajectoryRow(id, record.state, record.epoch, record.num_tokens, record.next_step)
 
     async def _flush(self) -> None:
         while True:
             await self._has_dirty.wait()
             await asyncio.sleep(FLUSH_S)
             self._has_dirty.clear()
-            rows = [self._row(id) for id in self._dirty]
+            rows = [TrajectoryRow(*self._live.numbers(id)) for id in self._dirty]
             self._dirty.clear()
             try:
                 await self._call(partial(self._index.put, rows))

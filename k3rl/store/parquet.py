@@ -1,16 +1,17 @@
 """Sealed Parquet files: write once, check, never replace; every page has a checksum.
 
 Token ids are PLAIN + zstd (for them plain bytes under LZ matching beat delta, dictionary and bit
-packing), log-probs BYTE_STREAM_SPLIT + zstd, masks run-length encoded. A row group holds four
-segments: it is what one random read decompresses.
+packing), log-probs BYTE_STREAM_SPLIT + zstd, masks run-length encoded. A row group holds a few
+segments (`Layout`): it is what one random read decompresses.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,12 +20,14 @@ from blake3 import blake3
 from k3rl.blobs import fsync_folder
 from k3rl.errors import CorruptData, StoreError
 from k3rl.store.manifest import SealedFile
-from k3rl.store.tables import SCHEMA_KEY, check_schema_id, schema, schema_id
+from k3rl.store.schemas import SCHEMA_KEY, check_schema_id, read_present, schema, schema_id
 
-ROW_GROUP_SEGMENTS = 4
+ROW_GROUP_ROWS = 512
+"""Of the other tables: what is decompressed to read one trajectory."""
 BATCH_SEGMENTS = 64
 """Segments that become Arrow at a time: 16 row groups, a few MiB."""
-ZSTD_LEVEL = 3
+REWRITTEN = "-again.parquet"
+"""How the names of files end that compaction made of others."""
 _DICTIONARY = ["author", "finish_reason", "run_id", "env_id", "task_key", "level", "outcome"]
 _ENCODINGS = {
     "token_ids.list.element": "PLAIN",
@@ -34,21 +37,41 @@ _ENCODINGS = {
 }
 
 
-def write_sealed(root: Path, name: str, table: str, chunks: Iterable[pa.Table]) -> SealedFile:
+class Layout(NamedTuple):
+    """What is chosen of a file: time against size. Whoever reads it need not know."""
+
+    group_segments: int
+    """Of a row group of segments."""
+    zstd_level: int
+
+
+SEALED = Layout(4, 1)
+"""Written while a run waits for it."""
+COMPACTED = Layout(4, 9)
+"""Written in the background."""
+
+
+def write_sealed(
+    root: Path, name: str, table: str, chunks: Iterable[pa.Table], layout: Layout = SEALED
+) -> SealedFile:
     """Write `sealed/<name>` from Arrow tables and return its manifest entry.
 
     Temp file, footer check, fsync, link (so an existing file is never replaced), folder fsync.
-    Raises StoreError when the disk refuses; the temp file is then gone.
+    Raises StoreError when the disk refuses; no file is then left.
     """
     folder = root / "sealed"
     path, temp = folder / name, folder / f".tmp-{name}"
+    is_named = False
     try:
-        rows = _write(temp, table, chunks)
+        rows = _write(temp, table, chunks, layout)
         _check_footer(temp, table, rows)
         num_bytes, digest = _sync(temp)
         os.link(temp, path)
+        is_named = True
         fsync_folder(folder)
     except OSError as error:
+        if is_named:
+            path.unlink(missing_ok=True)
         reason = error.strerror or str(error)
         raise StoreError(
             f"{path}: cannot seal: {reason}; acknowledged tokens stay in the journal: "
@@ -76,6 +99,9 @@ def open_sealed(root: Path, file: SealedFile, footer: Any = None) -> pq.ParquetF
         raise CorruptData(str(path), _size(path), "footer", _line(error)) from None
     stored = (found.metadata.metadata or {}).get(SCHEMA_KEY, b"").decode(errors="replace")
     check_schema_id(str(path), file.table, stored)
+    if stored != file.schema_id:
+        detail = f"{stored}, the manifest says {file.schema_id}"
+        raise CorruptData(str(path), _size(path), SCHEMA_KEY.decode(), detail)
     if found.metadata.num_rows != file.num_rows:
         detail = f"{found.metadata.num_rows} rows, the manifest says {file.num_rows}"
         raise CorruptData(str(path), _size(path), "footer", detail)
@@ -85,17 +111,27 @@ def open_sealed(root: Path, file: SealedFile, footer: Any = None) -> pq.ParquetF
 def read_groups(
     root: Path, file: SealedFile, opened: pq.ParquetFile, groups: list[int], columns: list[str]
 ) -> pa.Table:
-    """Row groups of an open file, checksums verified. Raises CorruptData naming the column."""
-    try:
-        return opened.read_row_groups(groups, columns=columns, use_threads=False)
-    except (OSError, pa.ArrowException) as error:
-        raise _blame(root / file.path, opened, groups, columns, error) from None
+    """Columns of an open file by their present names, whatever version it has.
+
+    Checksums are verified. Raises CorruptData naming the column.
+    """
+    path = root / file.path
+    if file.schema_id == schema_id(file.table):
+        return _read(path, opened, groups, columns)
+    read = partial(_read, path, opened, groups)
+    return read_present(str(path), file.table, opened.schema_arrow, columns, read)
+
+
+def check_pages(root: Path, file: SealedFile, opened: pq.ParquetFile) -> None:
+    """Read all there is in an open file. Raises CorruptData naming the column."""
+    for group in range(opened.metadata.num_row_groups):
+        _read(root / file.path, opened, [group], opened.schema_arrow.names)
 
 
 def read_rows(root: Path, file: SealedFile, columns: list[str] | None = None) -> list[Any]:
     """All rows of a file as dicts."""
     opened = open_sealed(root, file)
-    names = columns or opened.schema_arrow.names
+    names = columns or schema(file.table).names
     groups = list(range(opened.metadata.num_row_groups))
     rows: list[Any] = read_groups(root, file, opened, groups, names).to_pylist()
     return rows
@@ -106,9 +142,16 @@ def file_digest(path: Path) -> str:
     return blake3().update_mmap(path).hexdigest()
 
 
-def _write(temp: Path, table: str, chunks: Iterable[pa.Table]) -> int:
+def _read(path: Path, opened: pq.ParquetFile, groups: list[int], names: list[str]) -> pa.Table:
+    try:
+        return opened.read_row_groups(groups, columns=names, use_threads=len(groups) > 1)
+    except (OSError, pa.ArrowException) as error:
+        raise _blame(path, opened, groups, names, error) from None
+
+
+def _write(temp: Path, table: str, chunks: Iterable[pa.Table], layout: Layout) -> int:
     names = schema(table).names
-    per_group = ROW_GROUP_SEGMENTS if table == "segments" else 4096
+    per_group = layout.group_segments if table == "segments" else ROW_GROUP_ROWS
     leaves = {name: e for name, e in _ENCODINGS.items() if name.split(".")[0] in names}
     words = [name for name in _DICTIONARY if name in names]
     if table == "segments":
@@ -118,7 +161,7 @@ def _write(temp: Path, table: str, chunks: Iterable[pa.Table]) -> int:
         temp,
         schema(table),
         compression="zstd",
-        compression_level=ZSTD_LEVEL,
+        compression_level=layout.zstd_level,
         use_dictionary=words,
         column_encoding=leaves,
         write_statistics=[name for name in ("trajectory", "token_start") if name in names],
@@ -159,7 +202,8 @@ def _blame(
             try:
                 opened.read_row_group(group, columns=[name], use_threads=False)
             except (OSError, pa.ArrowException) as bad:
-                return CorruptData(str(path), chunk.data_page_offset, name, _line(bad))
+                detail = f"row group {group}: {_line(bad)}"
+                return CorruptData(str(path), chunk.data_page_offset, name, detail)
     return CorruptData(str(path), 0, ",".join(columns), _line(error))
 
 

@@ -11,9 +11,12 @@ the same write again is a no-op with the same answer.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
+from k3rl.errors import UserInputError
 from k3rl.types import (
     BoolArray,
     Digest,
@@ -89,6 +92,63 @@ class Ref:
     context: int = 0
 
 
+class SampleUnit(StrEnum):
+    """What is equally likely to be drawn, before strata and priorities."""
+
+    TRAJECTORY = "trajectory"
+    """Each trajectory. Drawn without replacement."""
+    SEGMENT = "segment"
+    """Each stored segment. Drawn without replacement."""
+    TOKEN = "token"
+    """Each position of a window inside a context."""
+
+
+class Stratum(StrEnum):
+    """What all elements of a stratum have in common."""
+
+    GROUP = "group"
+    LEVEL = "level"
+    OUTCOME = "outcome"
+    VERSION = "version"
+    """The oldest policy version that wrote any of the element's tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """One draw from the finished, rewarded trajectories as of a manifest record.
+
+    Imported trajectories are not among them: no update of this run may train on them.
+    Equal requests give equal refs as long as the record can be drawn from, whatever was sealed
+    since and however the files are laid out.
+    """
+
+    update: int
+    n: int
+    """How many elements: trajectories, segments or windows."""
+    seed: int
+    manifest_seq: int | None = None
+    """None: the newest pinned record."""
+    unit: SampleUnit = SampleUnit.TRAJECTORY
+    window: int | None = None
+    """Tokens of a window, which lies inside one context; all of a context that is shorter.
+
+    Needed by unit token; of a trajectory one window is drawn; not for unit segment.
+    """
+    is_inherited: bool = False
+    """Whether a window may reach into the tokens that a branch has from its parent."""
+    stratify: Stratum | None = None
+    """Equally many elements of each stratum, as far as it has so many."""
+    min_version: int | None = None
+    """Only elements none of whose own tokens are of an older policy version.
+
+    A window is drawn where all segments that it touches are so new.
+    """
+    weights: dict[TrajectoryId, float] | None = None
+    """How much more likely each trajectory is; not named: never. Drawn with replacement."""
+    reward_temperature: float | None = None
+    """Weights of exp(reward / temperature). Drawn with replacement."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenRead:
     """What `read` returns; arrays of a field that was not asked for are empty."""
@@ -137,8 +197,31 @@ class StoreStats:
     sealed_bytes: int = 0
     num_index_rebuilds: int = 0
     manifest_seq: int = 0
+    free_bytes: int = 0
+    """On the store's disk, at the last look."""
+    num_refused: int = 0
+    """Beginnings that failed for want of room on the disk."""
+    num_rewritten: int = 0
+    """Sealed batches that compaction wrote again."""
+    num_deleted_bytes: int = 0
+    """Of garbage."""
     recovery: JsonObject = field(default_factory=dict)
     """What the last start found: frames replayed, bytes of a torn tail set aside."""
+
+
+def check_digests(header: TrajectoryHeader, present: Mapping[str, Digest]) -> None:
+    """Whether a reader may make anything of a trajectory: what it was made with, and what is here.
+
+    `present` by name (tokenizer, env, ...); one that the header does not name is not compared.
+    Raises UserInputError for a digest that differs.
+    """
+    for name, digest in present.items():
+        stored = header.digests.get(name, digest)
+        if stored != digest:
+            raise UserInputError(
+                f"trajectory {header.id}: its {name} digest is {stored[:12]}, this installation's"
+                f" is {digest[:12]}: use the version that made it"
+            )
 
 
 @runtime_checkable
@@ -206,14 +289,18 @@ class TrajectoryStore(Protocol):
         """Committed tokens; `fields` limits what is read (default: all)."""
         ...
 
+    async def read_many(self, refs: list[Ref], fields: tuple[str, ...] = ()) -> list[TokenRead]:
+        """What `read` gives for each ref, for less than reading them one by one."""
+        ...
+
     async def branch(self, header: TrajectoryHeader) -> None:
         """Begin a child that shares the committed prefix of `header.parent` by reference."""
         ...
 
-    async def sample(self, update: int, n: int, seed: int) -> list[Ref]:
-        """Draw `n` finished, rewarded trajectories without replacement by Philox(seed, update).
+    async def sample(self, request: SampleRequest) -> list[Ref]:
+        """Draw elements by Philox(seed, update); of a trajectory a ref to each of its contexts.
 
-        Equal (seed, update, pinned manifest) give equal refs. Fewer than `n` exist: StoreError.
+        Raises StoreError when there are fewer than `n`, or the record cannot be drawn from.
         """
         ...
 
@@ -232,8 +319,16 @@ class TrajectoryStore(Protocol):
         """The next policy version, never repeated, recorded with its parent."""
         ...
 
-    async def pin(self) -> int:
-        """Seal what is finished and keep the resulting manifest sequence readable; returns it."""
+    async def pin(self, name: str = "") -> int:
+        """Seal what is finished; `sample` draws from the resulting manifest record; its sequence.
+
+        Under a name, all that is there as of that record is kept, whatever the retention policy
+        says, until `unpin`; a name that is taken moves to the new record.
+        """
+        ...
+
+    async def unpin(self, name: str) -> None:
+        """Let go of what a name keeps; one that keeps nothing is let go already."""
         ...
 
     async def stats(self) -> StoreStats:

@@ -6,17 +6,17 @@ files move under its hands. The newest frames it shows may be about to be acknow
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from k3rl.errors import CorruptData, StoreError
 from k3rl.store.events import VersionRow
+from k3rl.store.manifest import record_path
 from k3rl.store.protocol import Ref, TokenRead, UpdateRow
 from k3rl.store.recovery import recover
 from k3rl.store.state import StoreState
-from k3rl.store.tokens import FIELDS, TokenFiles, Tokens, check_fields
+from k3rl.store.tokens import TokenFiles, Tokens, check_fields
 from k3rl.types import JsonObject, Snapshot, Trajectory, TrajectoryId, TrajectoryState
 
 ATTEMPTS = 5
@@ -34,7 +34,7 @@ class StoreReader:
     def refresh(self) -> None:
         """Read the state as it is now."""
         self._state = _until_still(lambda: recover(self.root, False), self.root)
-        self._files = TokenFiles(self.root, lambda path: self._state.manifest.files[path])
+        self._files = TokenFiles(self.root, self._state.live.sealed.files)
 
     @property
     def state(self) -> StoreState:
@@ -48,38 +48,49 @@ class StoreReader:
 
     def trajectories(self, state: TrajectoryState | None = None) -> list[Trajectory]:
         """In the order they were begun."""
-        live = self._state.live
-        return [live.trajectory(r.id) for r in live.records.values() if state in (None, r.state)]
+        return self._still(lambda: self._state.live.listing(state)())
 
     def get(self, prefix: str) -> Trajectory:
         """By id or unambiguous prefix. Raises StoreError when unknown."""
-        live = self._state.live
-        return live.trajectory(live.find(prefix).id)
+        return self._still(lambda: self._state.live.trajectory(self._state.live.find(prefix)))
 
     def snapshot(self, snapshot_id: str) -> Snapshot:
         """A committed snapshot's record. Raises StoreError when unknown."""
-        snapshots = self._state.live.snapshots
-        if snapshot_id not in snapshots:
+        found = self._still(lambda: self._state.live.snapshot(snapshot_id))
+        if found is None:
             raise StoreError(f"{self.root}: snapshot {snapshot_id} is unknown")
-        return snapshots[snapshot_id]
+        return found
 
     def read(self, ref: Ref, fields: tuple[str, ...] = ()) -> TokenRead:
         """Committed tokens; the ref that comes back has its end filled in."""
+        return self.read_many([ref], fields)[0]
+
+    def read_many(self, refs: Sequence[Ref], fields: tuple[str, ...] = ()) -> list[TokenRead]:
+        """What `read` gives for each; each row group of a file is decoded once."""
         names = check_fields(fields)
-        end = self._state.live.end(ref.id, ref.context) if ref.end is None else ref.end
-        tokens = self._load(ref.id, ref.context, ref.start, end, names, acked=False)
-        return TokenRead(replace(ref, end=end), *tokens)
+
+        def load() -> list[TokenRead]:
+            whole = [self._state.live.whole(ref) for ref in refs]
+            tokens = self._files.load_many(list(map(self._state.live.ref_pieces, whole)), names)
+            return [TokenRead(ref, *found) for ref, found in zip(whole, tokens, strict=True)]
+
+        return self._still(load)
 
     def num_acknowledged_tokens(self, id: TrajectoryId) -> int:
         """Tokens that are durable: the committed ones and those of an unfinished step."""
-        record = self._state.live.record(id)
-        unfinished = sum(c.acked - c.committed for c in record.contexts.values())
-        return record.num_tokens + unfinished
+        live = self._state.live
+        unfinished = sum(own.acked - own.committed for own in live.ranges(id).values())
+        return live.numbers(id).num_tokens + unfinished
 
     def read_acknowledged(self, id: TrajectoryId, context: int) -> tuple[int, Tokens]:
         """(first offset, all durable tokens) that a trajectory itself stores of a context."""
-        own = self._state.live.record(id).contexts[context]
-        return own.base, self._load(id, context, own.base, own.acked, FIELDS, acked=True)
+
+        def load() -> tuple[int, Tokens]:
+            live = self._state.live
+            base, _, acked = live.ranges(id)[context]
+            return base, self._files.load(live.pieces(id, context, base, acked, acked=True))
+
+        return self._still(load)
 
     def updates(self) -> list[UpdateRow]:
         """The `updates` table, in the order in which it was written."""
@@ -89,21 +100,18 @@ class StoreReader:
         """The `versions` table, in the order in which it was written."""
         return list(self._state.versions)
 
-    def _load(
-        self,
-        id: TrajectoryId,
-        context: int,
-        start: int,
-        end: int,
-        fields: tuple[str, ...],
-        acked: bool,
-    ) -> Tokens:
+    def _still(self, load: Callable[[], T]) -> T:
+        """Look again as long as files go away and the store has changed."""
         for _ in range(ATTEMPTS):
-            pieces = self._state.live.pieces(id, context, start, end, acked)
             try:
-                return self._files.load(pieces, fields)
+                return load()
             except FileNotFoundError as error:
                 missing = str(error.filename)
+                self.refresh()
+            except CorruptData as error:
+                if _head(self.root) == record_path(self.root, self._state.manifest.head.seq).name:
+                    raise
+                missing = error.file
                 self.refresh()
         raise CorruptData(missing, 0, "file", "holds tokens but is missing")
 

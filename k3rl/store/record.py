@@ -55,6 +55,17 @@ class Piece(NamedTuple):
     high: int
 
 
+class TokenRange(NamedTuple):
+    """What a trajectory itself stores of a context: tokens [base, acked).
+
+    Readers see tokens [0, committed).
+    """
+
+    base: int
+    committed: int
+    acked: int
+
+
 @dataclass(slots=True)
 class ContextRecord:
     """One context: tokens [0, base) are the parent's, the rest lies in `extents`, gapless."""
@@ -104,6 +115,14 @@ class TrajectoryRecord:
     """Of the unfinished step."""
     sealed_seq: int | None = None
     """Manifest record that sealed it; None: its tokens are in the journal."""
+    origin: Digest | None = None
+    """Content digest of the file that it was imported from; None: it was played here."""
+    id: TrajectoryId = field(init=False)
+    """That of the header, which makes it anew each time it is asked."""
+
+    def __post_init__(self) -> None:
+        """Fill in the id."""
+        self.id = self.header.id
 
     @classmethod
     def begun(cls, event: Begun, sequence: int) -> TrajectoryRecord:
@@ -118,11 +137,6 @@ class TrajectoryRecord:
             record.num_policy_tokens = start.num_policy_tokens
             record.num_policy_tokens_pending = start.num_policy_tokens_pending
         return record
-
-    @property
-    def id(self) -> TrajectoryId:
-        """The trajectory's id."""
-        return self.header.id
 
     @property
     def context_number(self) -> int:
@@ -171,6 +185,20 @@ class TrajectoryRecord:
         self.outcome, self.finished_sequence = outcome, sequence
         self._settle()
 
+    @property
+    def branched_from(self) -> TrajectoryId | None:
+        """Whose tokens it begins with; None: it begins with nothing."""
+        parent = self.header.parent
+        return parent.id if self.start is not None and parent is not None else None
+
+    def ranges(self) -> dict[int, TokenRange]:
+        """Of own contexts, by number."""
+        return {n: TokenRange(c.base, c.committed, c.acked) for n, c in self.contexts.items()}
+
+    def pieces(self, context: int, start: int, end: int) -> list[Piece]:
+        """The parts of extents that make up tokens [start, end) that it stores of a context."""
+        return list(self.contexts[context].pieces(start, end))
+
     def acks(self) -> Iterator[Ack]:
         """Every acknowledgement of own tokens, while they are in the journal."""
         if self.sealed_seq is not None:
@@ -198,6 +226,8 @@ class TrajectoryRecord:
 
 def num_policy_tokens(frame: TokenFrame) -> int:
     """Tokens in spans that the policy wrote."""
+    if len(frame.spans) == 1:
+        return len(frame.token_ids) if frame.spans[0].author is Author.POLICY else 0
     ends = [span.start for span in frame.spans[1:]] + [len(frame.token_ids)]
     spans = zip(frame.spans, ends, strict=True)
     return sum(end - span.start for span, end in spans if span.author is Author.POLICY)

@@ -1,4 +1,4 @@
-"""From files to state: the checked manifest, the sealed tables, then the journal's frames.
+"""From files to state: the checked manifest, columns of the sealed, then the journal's frames.
 
 `recover` as owner also tidies what a crash may leave: the torn end of the last journal file and a
 torn manifest record go to `quarantine/` (neither was ever acknowledged), temp files and sealed
@@ -14,28 +14,28 @@ import os
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from k3rl.blobs import fsync_folder
+import numpy as np
+
+from k3rl.blobs import fsync_folder, fsync_parents
 from k3rl.errors import CorruptData, StoreError
+from k3rl.store.archive import Archive
+from k3rl.store.columns import Batch, id_key
 from k3rl.store.events import Event, FileStart, VersionRow
-from k3rl.store.journal import Frame, Scan, event_of, file_epoch
+from k3rl.store.journal import Frame, event_of, file_epoch
+from k3rl.store.live import LiveState
+from k3rl.store.load_columns import BATCH_TABLES, load_batch
 from k3rl.store.manifest import Manifest, ManifestRecord, SealedFile, load_manifest
-from k3rl.store.parquet import open_sealed, read_groups, read_rows
+from k3rl.store.open_files import SealedFiles
+from k3rl.store.parquet import REWRITTEN, read_rows
 from k3rl.store.protocol import UpdateRow
-from k3rl.store.record import Extent, Row
+from k3rl.store.scan import Scan
 from k3rl.store.state import StoreState
-from k3rl.store.tables import (
-    snapshots_from,
-    steps_from,
-    trajectories_from,
-    updates_from,
-    versions_from,
-)
-from k3rl.types import TrajectoryId
+from k3rl.store.tables import updates_from, versions_from
+from k3rl.types import JsonObject, TrajectoryId
 
 FOLDERS = ("journal", "sealed", "_log", "quarantine")
-INDEX_COLUMNS = ["trajectory", "context", "token_start", "num_tokens", "content_hash"]
 
 
 class JournalItem(NamedTuple):
@@ -110,9 +110,8 @@ def _recover(root: Path, owner: bool) -> StoreState:
     if owner:
         for name in FOLDERS:
             (root / name).mkdir(parents=True, exist_ok=True)
-        for folder in (root, root.parent):
-            fsync_folder(folder)
-        for name in ("_log", "sealed", "journal"):
+        fsync_parents(root)
+        for name in ("", "_log", "sealed", "journal"):
             fsync_folder(root / name)
     manifest, torn = load_manifest(root)
     found = {"frames": 0, "torn_bytes": 0, "torn_manifest_records": len(torn), "orphans": 0}
@@ -124,8 +123,7 @@ def _recover(root: Path, owner: bool) -> StoreState:
         found["orphans"] = _tidy(root, manifest)
     if not manifest.records:
         raise StoreError(f"{root}: no trajectory store here (no manifest record)")
-    state = StoreState(manifest, recovery=found)
-    load_sealed(state, root)
+    state = load_sealed(root, manifest, found)
     needed, left_over = journal_files(root, manifest.head)
     if owner:
         for path in needed:
@@ -144,9 +142,9 @@ def next_service_epoch(root: Path) -> int:
     return max([0, *epochs, *([file_epoch(through)] if through else [])]) + 1
 
 
-def quarantine(root: Path, path: Path) -> Path:
-    """Move a file into `quarantine/` under a name that is free."""
-    target = free_path(root / "quarantine" / path.name)
+def quarantine(root: Path, path: Path, name: str = "") -> Path:
+    """Move a file into `quarantine/` under its name (or `name`), or the next one that is free."""
+    target = free_path(root / "quarantine" / (name or path.name))
     os.rename(path, target)
     fsync_folder(target.parent)
     fsync_folder(path.parent)
@@ -206,60 +204,72 @@ def free_path(target: Path) -> Path:
 
 
 def _tidy(root: Path, manifest: Manifest) -> int:
-    known = {Path(path).name for path in manifest.files}
-    strays = [path for path in (root / "sealed").iterdir() if path.name not in known]
+    known = {Path(path).name for path in (*manifest.files, *manifest.retired)}
+    strays = []
+    for path in (root / "sealed").iterdir():
+        if path.name in known:
+            continue
+        if path.name.endswith(REWRITTEN):
+            # A compaction that a crash ended: what it copied from is still there.
+            path.unlink()
+        else:
+            strays.append(path)
     strays += [path for name in ("_log", "journal") for path in (root / name).glob(".tmp-*")]
     for path in strays:
         quarantine(root, path)
     return len(strays)
 
 
-def load_sealed(state: StoreState, root: Path) -> None:
-    """Take in the sealed tables that the manifest names, without what repairs gave up."""
-    manifest, live = state.manifest, state.live
-    dropped = {id: record.seq for id, record in manifest.drops.items()}
-    for seq, file in manifest.files_of("trajectories"):
-        for record in trajectories_from(read_rows(root, file)):
-            if seq > dropped.get(record.id, -1):
-                record.sealed_seq = seq
-                live.restore(record)
-    for seq, file in manifest.files_of("steps"):
-        for row in steps_from(read_rows(root, file)):
-            if seq > dropped.get(row.id, -1):
-                live.record(row.id).steps.append(row.step)
-    for _, file in manifest.files_of("snapshots"):
-        live.snapshots.update({s.snapshot_id: s for s in snapshots_from(read_rows(root, file))})
+def load_sealed(root: Path, manifest: Manifest, found: JsonObject) -> StoreState:
+    """The state of what the manifest names, without what repairs gave up. `found`: see StoreState.
+
+    Raises CorruptData, SchemaTooNew.
+    """
+    files = SealedFiles(root, manifest.files.get)
+    state = StoreState(manifest, LiveState(Archive(files)), recovery=found)
+    dropped = _Dropped(manifest)
+    batches = defaultdict[int, dict[str, SealedFile]](dict)
+    for table in BATCH_TABLES:
+        for seq, file in manifest.files_of(table):
+            batches[seq][table] = file
+    for seq, adds in sorted(batches.items()):
+        if "trajectories" in adds:
+            batch = _load_batch(files, seq, adds)
+            state.live.sealed.catalog.take(dropped.without(batch))
     for _, file in manifest.files_of("updates"):
         state.updates.extend(updates_from(read_rows(root, file)))
     for _, file in manifest.files_of("versions"):
         state.versions.extend(versions_from(read_rows(root, file)))
-    for seq, file in manifest.files_of("segments"):
-        for (id, context), extents in sealed_extents(root, file).items():
-            if seq > dropped.get(id, -1):
-                live.record(id).contexts[context].extents = extents
     versions = [row.policy_version for row in state.versions]
     versions += [row.policy_version_out for row in state.updates]
     state.last_version = max([manifest.head.last_version, *versions])
+    return state
 
 
-def sealed_extents(root: Path, file: SealedFile) -> dict[tuple[TrajectoryId, int], list[Extent]]:
-    """Where the tokens of a segments file lie, by (trajectory, context), in order."""
-    opened = open_sealed(root, file)
-    extents: dict[tuple[TrajectoryId, int], list[Extent]] = defaultdict(list)
-    groups = range(opened.metadata.num_row_groups)
-    rows: list[Any] = read_groups(root, file, opened, list(groups), INDEX_COLUMNS).to_pylist()
-    at = iter(rows)
-    for group in groups:
-        for row in range(opened.metadata.row_group(group).num_rows):
-            found = next(at)
-            extent = Extent(
-                found["token_start"],
-                found["num_tokens"],
-                found["content_hash"].hex(),
-                Row(file.path, group, row),
-            )
-            extents[found["trajectory"].hex(), found["context"]].append(extent)
-    return extents
+class _Dropped:
+    """Trajectories that a manifest gives up; their number hardly matters to `without`."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._records = {id: record.seq for id, record in manifest.drops.items()}
+        self._keys = np.sort(np.array([id_key(id) for id in self._records], np.int64))
+
+    def without(self, batch: Batch) -> Batch:
+        """A batch without what was given up after its record."""
+        if not len(self._keys) or not len(batch):
+            return batch
+        at = np.searchsorted(self._keys, batch.keys).clip(max=len(self._keys) - 1)
+        kept = np.ones(len(batch), np.bool_)
+        for row in np.flatnonzero(self._keys[at] == batch.keys).tolist():
+            kept[row] = self._records.get(batch.id(row), -1) < batch.seq
+        return batch if kept.all() else batch.select(kept)
+
+
+def _load_batch(files: SealedFiles, seq: int, adds: dict[str, SealedFile]) -> Batch:
+    try:
+        return load_batch(files, seq, adds)
+    except FileNotFoundError as error:
+        detail = "named by the manifest but missing"
+        raise CorruptData(str(error.filename), 0, "file", detail) from None
 
 
 def scan_journal(
@@ -281,8 +291,9 @@ def scan_journal(
                 expected = frame.sequence + 1
             yield JournalItem(path, frame, event_of(frame, str(path)))
         if scan.torn_bytes and path != paths[-1]:
-            detail = "the file ends inside a frame, but it is not the last file"
-            raise CorruptData(str(path), scan.good_bytes, "frame", detail)
+            bad = scan.damage
+            detail = f"{bad.detail}, but it is not the last file"
+            raise CorruptData(str(path), scan.good_bytes, bad.field, detail)
         if scan.torn_bytes:
             yield JournalItem(path, None, None, scan.good_bytes, scan.torn_bytes)
 
@@ -295,6 +306,7 @@ class Skips:
         self.low_water = manifest.head.journal_low_water
         self.gaps = manifest.gaps
         self._drops = {id: record.drops_through for id, record in manifest.drops.items()}
+        self._is_known: dict[TrajectoryId, bool] = {}
 
     def is_sealed(self, state: StoreState, event: Event, sequence: int) -> bool:
         """Whether the frame is in sealed files, or given up by a repair."""
@@ -303,8 +315,11 @@ class Skips:
             return is_old
         if sequence <= self._drops.get(event.id, -1):
             return True
-        record = state.live.records.get(event.id)
-        return is_old and record is not None and record.sealed_seq is not None
+        if not is_old:
+            return False
+        if event.id not in self._is_known:
+            self._is_known[event.id] = state.live.sealed.catalog.find(event.id) is not None
+        return self._is_known[event.id]
 
 
 def _replay(state: StoreState, root: Path, needed: list[Path], owner: bool) -> None:
@@ -327,4 +342,3 @@ def _replay(state: StoreState, root: Path, needed: list[Path], owner: bool) -> N
             raise CorruptData(str(item.path), at, "event", str(error)) from None
         state.recovery["frames"] += 1
     state.last_sequence = last
-    state.live.sort()

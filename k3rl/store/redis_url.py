@@ -71,7 +71,7 @@ class SafeUrl:
     def unreachable(self, reason: str, limit_s: float) -> StoreError:
         """What to raise when nothing answered."""
         return StoreError(
-            f"{self._shown}: no Redis server answered in {limit_s:g} s ({self._clean(reason)});"
+            f"{self._shown}: no Redis server answered in {limit_s:.3g} s ({self._clean(reason)});"
             " start it, correct store.redis, or use store.redis=embedded"
         )
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 from k3rl.errors import StoreError
 from k3rl.store.protocol import Ack, StepFrame
 from k3rl.store.record import ContextRecord, TrajectoryRecord
 from k3rl.types import Author, Snapshot, TokenFrame, to_plain
+
+FindSnapshot: TypeAlias = Callable[[str], Snapshot | None]
 
 
 def check_active(record: TrajectoryRecord) -> None:
@@ -67,9 +69,7 @@ def known(record: TrajectoryRecord, frame: TokenFrame) -> Ack | None:
     )
 
 
-def check_step(
-    record: TrajectoryRecord, frame: StepFrame, snapshots: Mapping[str, Snapshot]
-) -> None:
+def check_step(record: TrajectoryRecord, frame: StepFrame, find: FindSnapshot) -> None:
     """The step is the next one, covers all uncommitted tokens, and its snapshot is known."""
     step, where = frame.step, f"trajectory {record.id}: step {frame.step.index}"
     if step.index != record.next_step:
@@ -85,19 +85,20 @@ def check_step(
             f"{where}: tokens [{step.token_start}, {step.token_end}) are not "
             f"[{context.committed}, {context.acked + count})"
         )
-    check_snapshot(where, frame, snapshots)
+    check_snapshot(where, frame, find)
 
 
-def check_snapshot(where: str, frame: StepFrame, snapshots: Mapping[str, Snapshot]) -> None:
+def check_snapshot(where: str, frame: StepFrame, find: FindSnapshot) -> None:
     """The commit carries the snapshot that its step names, or names one that is stored."""
     after, snapshot = frame.step.snapshot_after, frame.snapshot
     if snapshot is None:
-        if after is not None and after not in snapshots:
+        if after is not None and find(after) is None:
             raise StoreError(f"{where}: snapshot {after} is unknown")
         return
     if snapshot.snapshot_id != after:
         raise StoreError(f"{where}: carries snapshot {snapshot.snapshot_id}, names {after}")
-    if not same(snapshots.get(snapshot.snapshot_id, snapshot), snapshot):
+    stored = find(snapshot.snapshot_id)
+    if stored is not None and not same(stored, snapshot):
         raise StoreError(f"{where}: snapshot {after} exists with another content")
 
 

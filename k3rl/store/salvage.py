@@ -41,8 +41,8 @@ from k3rl.store.journal import (
 )
 from k3rl.store.live import LiveState
 from k3rl.store.manifest import Manifest
+from k3rl.store.parquet import file_digest
 from k3rl.store.protocol import UpdateRow
-from k3rl.store.record import TrajectoryRecord
 from k3rl.store.recovery import (
     Skips,
     free_path,
@@ -51,6 +51,7 @@ from k3rl.store.recovery import (
     quarantine,
     scan_journal,
 )
+from k3rl.store.scan import is_torn
 from k3rl.store.state import StoreState
 from k3rl.types import TokenFrame, TrajectoryId
 
@@ -95,6 +96,7 @@ def salvage_journal(root: Path, manifest: Manifest) -> Salvage:
             gaps=tuple(sorted(found.gaps)),
             drops=tuple(sorted(found.drops)),
             drops_through=work.floor,
+            undrawable_from=work.state.first_sealed(found.drops),
             last_version=work.last_version,
         )
         manifest.take(manifest.write(record))
@@ -103,12 +105,41 @@ def salvage_journal(root: Path, manifest: Manifest) -> Salvage:
     return found
 
 
+def undo_compaction(root: Path, manifest: Manifest, broken: set[str]) -> bool:
+    """Bring back what broken files were made of, if all of that is still there and whole."""
+    culprits = [r for r in manifest.records if any(file.path in broken for file in r.adds)]
+    restores = tuple(path for record in culprits for path in record.removes)
+    for record in culprits:
+        if not record.is_upkeep or not set(record.removes) <= manifest.retired.keys():
+            return False
+    for path in restores:
+        if not (root / path).exists() or file_digest(root / path) != manifest.entry(path).blake3:
+            return False
+    added = [file.path for record in culprits for file in record.adds]
+    removes = tuple(path for path in added if path in manifest.files)
+    # Nothing is lost, so whatever could be drawn from can be still.
+    no_loss = manifest.head.seq + 1
+    record = replace(
+        manifest.next_record(), removes=removes, restores=restores, undrawable_from=no_loss
+    )
+    manifest.take(manifest.write(record))
+    _quarantine_all(root, removes)
+    return True
+
+
 def roll_back(root: Path, manifest: Manifest, broken: set[str]) -> bool:
     """Undo the sealing of broken files if the journal still has all that they held.
 
     It has when a crash or a full disk came between the record and the end of the journal files.
+    What was imported it never had: that stays as it is. What was written again since, or let go,
+    cannot be told apart any more.
     """
-    first = min(r.seq for r in manifest.records for file in r.adds if file.path in broken)
+    culprits = [r for r in manifest.records if any(file.path in broken for file in r.adds)]
+    if any(record.is_import for record in culprits):
+        return False
+    first = culprits[0].seq
+    if any(r.is_upkeep and (r.removes or r.drops) for r in manifest.records[first:]):
+        return False
     base, head = manifest.records[first - 1], manifest.head
     last = 0
     try:
@@ -118,42 +149,51 @@ def roll_back(root: Path, manifest: Manifest, broken: set[str]) -> bool:
         return False
     if last < head.journal_low_water:
         return False
-    removes = [f.path for r in manifest.records[first:] for f in r.adds if f.path in manifest.files]
+    undone = [record for record in manifest.records[first:] if not record.is_import]
+    removes = [f.path for r in undone for f in r.adds if f.path in manifest.files]
     record = replace(
         manifest.next_record(),
         removes=tuple(removes),
+        undrawable_from=first,
         journal_low_water=base.journal_low_water,
         journal_through=base.journal_through,
         journal_files=base.journal_files,
     )
     manifest.take(manifest.write(record))
-    for path in removes:
-        if (root / path).exists():
-            quarantine(root, root / path)
+    _quarantine_all(root, removes)
     return True
 
 
 def drop_parentless(state: StoreState) -> None:
     """Give up branches whose parent is gone: their first tokens are gone with it."""
-    gone = descendants(state.live.records.values(), parentless(state.live))
+    gone = descendants(state.live, parentless(state.live))
     record = replace(
-        state.next_record(), drops=tuple(sorted(gone)), drops_through=state.last_sequence
+        state.next_record(),
+        drops=tuple(sorted(gone)),
+        drops_through=state.last_sequence,
+        undrawable_from=state.first_sealed(gone),
     )
     state.manifest.take(state.manifest.write(record))
 
 
 def parentless(live: LiveState) -> set[TrajectoryId]:
     """Branches whose own parent is gone."""
-    return {r.id for r in live.records.values() if r.start and _parent(r) not in live.records}
+    return {id for id, parent in live.branches().items() if parent not in live}
 
 
-def descendants(records: Iterable[TrajectoryRecord], ids: set[TrajectoryId]) -> set[TrajectoryId]:
+def descendants(live: LiveState, ids: set[TrajectoryId]) -> set[TrajectoryId]:
     """`ids` and all that branched off them, at any remove."""
-    branches, found, size = [r for r in records if r.start], set(ids), -1
+    branches, found, size = live.branches(), set(ids), -1
     while len(found) > size:
         size = len(found)
-        found |= {record.id for record in branches if _parent(record) in found}
+        found |= {id for id, parent in branches.items() if parent in found}
     return found
+
+
+def _quarantine_all(root: Path, paths: Iterable[str]) -> None:
+    for path in paths:
+        if (root / path).exists():
+            quarantine(root, root / path)
 
 
 class _Work:
@@ -162,7 +202,7 @@ class _Work:
     def __init__(self, root: Path, manifest: Manifest) -> None:
         self.root = root
         self.found = Salvage()
-        self.state = StoreState(manifest, recovery={"frames": 0})
+        self.state = load_sealed(root, manifest, {"frames": 0})
         self.skips = Skips(manifest)
         self.expected = manifest.head.journal_low_water + 1
         self.floor = manifest.sequence_floor
@@ -172,7 +212,6 @@ class _Work:
         """Being written when a frame was lost that may be theirs."""
 
     def read(self) -> None:
-        load_sealed(self.state, self.root)
         head = self.state.manifest.head
         paths = sorted((self.root / "journal").glob("J-*.tj"))
         for path in paths:
@@ -186,7 +225,7 @@ class _Work:
         self.floor = max(self.floor, self.expected - 1)
         if self.floor >= self.expected and self.found.cuts:
             self.found.gaps.add((self.expected, self.floor + 1))
-        self.found.drops = descendants(self.state.live.records.values(), self.found.drops)
+        self.found.drops = descendants(self.state.live, self.found.drops)
 
     def _read_file(self, path: Path, is_last: bool) -> None:
         data = path.read_bytes()
@@ -194,8 +233,8 @@ class _Work:
         expected, num_known = self.expected if is_new else None, 0
         for piece in _pieces(path, data):
             if isinstance(piece, Cut):
-                if is_last and piece.end == len(data) and _is_torn(data, piece):
-                    continue
+                if is_last and is_torn(data, piece.offset):
+                    return
                 self.found.cuts.append(piece)
                 num_known += self._suspect_owner(data[piece.offset : piece.end])
                 self._tail_bytes += (piece.end - piece.offset) * is_new
@@ -239,7 +278,7 @@ class _Work:
         found = _ID.search(data)
         id = found[1].decode() if found else ""
         self._suspects.add(id)
-        return id in self.state.live.records
+        return id in self.state.live
 
     def _suspect_all(self) -> None:
         """It may be anybody's who was being written; for others the next claim tells."""
@@ -252,7 +291,7 @@ def _fits(live: LiveState, event: TrajectoryEvent) -> bool:
     try:
         match event:
             case Begun(header=header, start=start):
-                is_rooted = not start or (header.parent and header.parent.id in live.records)
+                is_rooted = not start or (header.parent and header.parent.id in live)
                 return bool(is_rooted) and live.begin(header, start) is not None
             case Claimed():
                 return live.claim(event.id, event.worker_id) == event
@@ -298,14 +337,6 @@ def _good_frame(path: Path, data: bytes, at: int) -> tuple[Frame, Event] | None:
         return None
 
 
-def _is_torn(data: bytes, cut: Cut) -> bool:
-    """Whether it is one frame that the end of the file cuts short: never acknowledged."""
-    try:
-        return parse(data, cut.offset, str(cut.path)) is None
-    except CorruptData:
-        return False
-
-
 def _set_aside(root: Path, cut: Cut) -> None:
     target = free_path(root / "quarantine" / f"{cut.path.name}.from-{cut.offset}")
     with open(cut.path, "rb") as file, open(target, "xb") as aside:
@@ -328,7 +359,3 @@ def _rewrite(path: Path, cuts: list[Cut]) -> None:
         os.fsync(file.fileno())
     os.replace(temp, path)
     fsync_folder(path.parent)
-
-
-def _parent(record: TrajectoryRecord) -> TrajectoryId | None:
-    return record.header.parent.id if record.header.parent else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
@@ -17,11 +18,15 @@ from typing import Any
 import pyarrow as pa
 
 from k3rl.errors import StoreError
+from k3rl.store.columns import Batch
+from k3rl.store.load_columns import BATCH_TABLES, load_batch
 from k3rl.store.manifest import CommitInDoubt, Manifest, ManifestRecord, SealedFile
-from k3rl.store.parquet import BATCH_SEGMENTS, ROW_GROUP_SEGMENTS, write_sealed
+from k3rl.store.open_files import SealedFiles
+from k3rl.store.parquet import BATCH_SEGMENTS, SEALED, write_sealed
 from k3rl.store.protocol import SEGMENT_SLACK_TOKENS, SEGMENT_TOKENS
-from k3rl.store.record import ContextRecord, Extent, Row, TrajectoryRecord
-from k3rl.store.state import ContextExtents, SealBatch
+from k3rl.store.record import ContextRecord, TrajectoryRecord
+from k3rl.store.segment_keys import SealedRow, SegmentKey, span_numbers
+from k3rl.store.state import SealBatch
 from k3rl.store.tables import StepRow, to_table
 from k3rl.store.tokens import TokenFiles, content_hash
 from k3rl.types import Segment, TrajectoryId
@@ -50,57 +55,71 @@ def segment_ranges(start: int, end: int, step_ends: Iterable[int]) -> list[tuple
 
 def seal(
     root: Path, manifest: Manifest, files: TokenFiles, batch: SealBatch, record: ManifestRecord
-) -> tuple[ManifestRecord, ContextExtents]:
-    """Write the batch's tables and its manifest record; returns where the tokens lie now.
+) -> tuple[ManifestRecord, Batch | None]:
+    """Write the batch's tables and its manifest record; returns what opening them would give.
 
     Blocking. Raises StoreError when the disk refuses, or a row cannot be written down; the store
     then is as it was. Raises CommitInDoubt when the record may have been kept: then so are files.
     """
     manifest.check_writable()
     seq = manifest.head.seq + 1
-    extents: dict[tuple[TrajectoryId, int], list[Extent]] = defaultdict(list)
-    steps = [StepRow(r.id, step) for r in batch.records for step in r.steps]
-    tables: dict[str, Sequence[Any]] = {
-        "steps": steps,
-        "trajectories": batch.records,
-        "snapshots": batch.snapshots,
-        "updates": batch.updates,
-        "versions": batch.versions,
-    }
-    adds: list[SealedFile] = []
+    keys: defaultdict[TrajectoryId, list[SegmentKey]] = defaultdict(list)
+    adds: dict[str, SealedFile] = {}
     try:
-        name = _name("segments", seq)
-        chunks = _chunks(_segments(batch.records, files, f"sealed/{name}", extents))
+        chunks = _chunks(_segments(batch.records, files, keys))
         first = next(chunks, None)
         if first is not None:
-            adds.append(write_sealed(root, name, "segments", chain([first], chunks)))
+            name = _name("segments", seq)
+            adds["segments"] = write_sealed(root, name, "segments", chain([first], chunks))
+        tables: dict[str, Sequence[Any]] = {
+            "steps": [StepRow(r.id, step) for r in batch.records for step in r.steps],
+            "trajectories": [SealedRow(r, seq, keys[r.id]) for r in batch.records],
+            "snapshots": batch.snapshots,
+            "updates": batch.updates,
+            "versions": batch.versions,
+        }
         for table, carriers in tables.items():
             if carriers:
                 arrow = _arrow(table, carriers)
-                adds.append(write_sealed(root, _name(table, seq), table, [arrow]))
-        return manifest.write(replace(record, adds=tuple(adds))), extents
+                adds[table] = write_sealed(root, _name(table, seq), table, [arrow])
+        added = _columns(root, seq, adds) if batch.records else None
+        return manifest.write(replace(record, adds=tuple(adds.values()))), added
     except CommitInDoubt:
         raise
     except BaseException:
-        for file in adds:
+        for file in adds.values():
             (root / file.path).unlink(missing_ok=True)
         raise
+
+
+def _columns(root: Path, seq: int, adds: dict[str, SealedFile]) -> Batch:
+    """Read back what is needed in memory; what cannot be read is not sealed."""
+    files = SealedFiles(root, {file.path: file for file in adds.values()}.get)
+    return load_batch(files, seq, {t: file for t, file in adds.items() if t in BATCH_TABLES})
 
 
 def _segments(
     records: list[TrajectoryRecord],
     files: TokenFiles,
-    path: str,
-    extents: dict[tuple[TrajectoryId, int], list[Extent]],
+    keys: dict[TrajectoryId, list[SegmentKey]],
 ) -> Iterator[Segment]:
+    """In the order of the file; fills `keys`."""
     row = 0
     for record in sorted(records, key=lambda r: r.id):
         for number, context in sorted(record.contexts.items()):
             for segment in _context_segments(record, number, context, files):
-                place = Row(path, row // ROW_GROUP_SEGMENTS, row % ROW_GROUP_SEGMENTS)
                 count = len(segment.token_ids)
-                found = Extent(segment.token_start, count, segment.content_hash, place)
-                extents[record.id, number].append(found)
+                keys[record.id].append(
+                    SegmentKey(
+                        number,
+                        segment.token_start,
+                        count,
+                        *span_numbers(segment.spans, count),
+                        row // SEALED.group_segments,
+                        row % SEALED.group_segments,
+                        bytes.fromhex(segment.content_hash),
+                    )
+                )
                 row += 1
                 yield segment
 
@@ -126,8 +145,17 @@ def _context_segments(
 
 
 def _chunks(segments: Iterator[Segment]) -> Iterator[pa.Table]:
-    while batch := list(islice(segments, BATCH_SEGMENTS)):
-        yield _arrow("segments", batch)
+    """While one is compressed, the next one is read from the journal and checked."""
+
+    def make() -> pa.Table | None:
+        batch = list(islice(segments, BATCH_SEGMENTS))
+        return _arrow("segments", batch) if batch else None
+
+    with ThreadPoolExecutor(1, thread_name_prefix="k3rl-seal") as pool:
+        coming = pool.submit(make)
+        while (chunk := coming.result()) is not None:
+            coming = pool.submit(make)
+            yield chunk
 
 
 def _arrow(table: str, carriers: Sequence[Any]) -> pa.Table:

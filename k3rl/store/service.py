@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,24 +19,25 @@ from k3rl.store.checks import (
     check_commit,
     check_frame,
     check_header,
+    check_sample,
     check_text,
     check_update,
     check_version,
 )
-from k3rl.store.core import StoreCore
+from k3rl.store.core import StoreCore, T
 from k3rl.store.events import Begun, BranchStart, Claimed, VersionRow
 from k3rl.store.protocol import (
     Ack,
     Changes,
     Claim,
     Ref,
+    SampleRequest,
     StepFrame,
     StoreStats,
     TokenRead,
     UpdateRow,
 )
 from k3rl.store.record import num_policy_tokens
-from k3rl.store.sampler import draw, population
 from k3rl.store.tokens import check_fields
 from k3rl.types import (
     Digest,
@@ -66,6 +67,8 @@ class StoreService(StoreCore):
 
         for header in headers:
             check_header(header)
+        if any(header.id not in self._live for header in headers):
+            await self._gate.admit()
         writes = [self._write(h.id, partial(decide, h)) for h in headers]
         try:
             results = await asyncio.gather(*writes, return_exceptions=True)
@@ -83,9 +86,12 @@ class StoreService(StoreCore):
         if parent is None:
             raise StoreError(f"trajectory {header.id}: a branch needs a parent")
         check_header(header)
-        known = self._live.records.get(header.id)
-        start = (known and known.start) or await self._branch_start(parent)
-        await self._write(header.id, lambda: (self._live.begin(header, start), None))
+        known = self._live.known(header.id)
+        if known is None:
+            await self._gate.admit()
+        with self._upkeep.about_to_branch(parent.id):
+            start = (known and known.start) or await self._branch_start(parent)
+            await self._write(header.id, lambda: (self._live.begin(header, start), None))
         await self._mirror.push([header.id])
         self._work.wake()
 
@@ -111,7 +117,8 @@ class StoreService(StoreCore):
         self._waiting[worker_id] += 1
         try:
             await self._mirror.renew(worker_id, self._lease_ttl_s)
-            claims = [self._finished(id) for id in holding if self._is_finished(id)]
+            ended = [id for id in holding if self._is_finished(id)]
+            claims = [await self._off_loop(self._finished, id) for id in ended]
             lost = [id for id in self._live.held_by(worker_id) if id not in set(holding)]
             while self._is_open:
                 work = self._work.arm()
@@ -167,11 +174,19 @@ class StoreService(StoreCore):
         await self._record(row)
         return row.policy_version
 
-    async def pin(self) -> int:
+    async def pin(self, name: str = "") -> int:
         """Seal what is finished; `sample` draws from that until the next pin."""
         self._check_open()
-        await self._seal(pin=True)
-        return self._state.manifest.head.seq
+        check_text("pin", name)
+        await self._seal(name)
+        seq = self._state.manifest.pinned_seq
+        assert seq is not None
+        return seq
+
+    async def unpin(self, name: str) -> None:
+        """Let go of what a name holds; one that holds nothing is let go already."""
+        self._check_open()
+        await self._upkeep.unpin(name)
 
     # Reads
 
@@ -184,45 +199,51 @@ class StoreService(StoreCore):
             found = self._live.changes_after(cursor)
             left = end - time.monotonic()
             if found or left <= 0:
-                items = tuple((id, self._live.records[id].state) for _, id in found)
+                items = tuple((id, self._live.state_of(id)) for _, id in found)
                 return Changes(found[-1][0] if found else cursor, items)
             await changed(left)
 
     async def trajectories(self, state: TrajectoryState | None = None) -> list[Trajectory]:
         """In the order they were begun."""
         self._check_open()
-        records = self._live.records.values()
-        return [self._live.trajectory(r.id) for r in records if state in (None, r.state)]
+        return await self._still(lambda: self._live.listing(state))
 
     async def get(self, id: TrajectoryId) -> Trajectory:
         """By id or unambiguous prefix."""
         self._check_open()
-        return self._live.trajectory(self._live.find(id).id)
+        return await self._off_loop(self._live.trajectory, self._live.find(id))
 
     async def snapshot(self, snapshot_id: str) -> Snapshot:
         """A committed snapshot's record."""
         self._check_open()
-        if snapshot_id not in self._live.snapshots:
+        found = await asyncio.to_thread(self._live.snapshot, snapshot_id)
+        if found is None:
             raise StoreError(f"snapshot {snapshot_id} is unknown")
-        return self._live.snapshots[snapshot_id]
+        return found
 
     async def read(self, ref: Ref, fields: tuple[str, ...] = ()) -> TokenRead:
         """Committed tokens; the ref that comes back has its end filled in."""
+        (found,) = await self.read_many([ref], fields)
+        return found
+
+    async def read_many(self, refs: list[Ref], fields: tuple[str, ...] = ()) -> list[TokenRead]:
+        """What `read` gives for each; each row group of a file is decoded once."""
         self._check_open()
         names = check_fields(fields)
-        end = self._live.end(ref.id, ref.context) if ref.end is None else ref.end
-        tokens = await self._load(ref.id, ref.context, ref.start, end, fields=names)
-        return TokenRead(replace(ref, end=end), *tokens)
+        whole = [self._live.whole(ref) for ref in refs]
+        tokens = await self._load_many(lambda: list(map(self._live.ref_pieces, whole)), names)
+        return [TokenRead(ref, *found) for ref, found in zip(whole, tokens, strict=True)]
 
-    async def sample(self, update: int, n: int, seed: int) -> list[Ref]:
-        """Draw from the newest pinned manifest record; the first draw pins when nothing is."""
+    async def sample(self, request: SampleRequest) -> list[Ref]:
+        """Draw as of a manifest record: the newest pinned one, which the first draw may make."""
         self._check_open()
-        if self._state.manifest.pinned_seq is None:
+        check_sample(request)
+        manifest, seq = self._state.manifest, request.manifest_seq
+        if seq is None and manifest.pinned_seq is None:
             await self.pin()
-        pinned = self._state.manifest.pinned_seq
-        assert pinned is not None
-        ids = population(self._live.records.values(), pinned)
-        return [Ref(id) for id in draw(ids, update, n, seed)]
+        seq = manifest.pinned_seq if seq is None else seq
+        assert seq is not None
+        return self._sampler.draw(request, seq)
 
     async def updates(self) -> list[UpdateRow]:
         """Recorded ones, durable before they are seen."""
@@ -231,17 +252,20 @@ class StoreService(StoreCore):
 
     async def stats(self) -> StoreStats:
         """Counters of this service's life and of the files as they are."""
-        records = self._live.records.values()
-        states = Counter(str(record.state) for record in records)
+        states, num_tokens = self._live.totals()
         paths = [self.root / "journal" / name for name in self._state.usage]
         return StoreStats(
-            num_trajectories=dict(states),
-            num_tokens=sum(c.committed - c.base for r in records for c in r.contexts.values()),
+            num_trajectories={str(state): count for state, count in states.items()},
+            num_tokens=num_tokens,
             num_frames=self._journal.num_frames,
             journal_bytes=await asyncio.to_thread(_num_bytes, paths),
             sealed_bytes=sum(file.num_bytes for file in self._state.manifest.files.values()),
             num_index_rebuilds=self._mirror.num_rebuilds,
             manifest_seq=self._state.manifest.head.seq,
+            free_bytes=self._gate.free_bytes,
+            num_refused=self._gate.num_refused,
+            num_rewritten=self._upkeep.num_rewritten,
+            num_deleted_bytes=self._upkeep.num_deleted_bytes,
             recovery=dict(self._state.recovery),
         )
 
@@ -249,7 +273,8 @@ class StoreService(StoreCore):
 
     async def _take(self, worker_id: str, capacity: int, lost: list[TrajectoryId]) -> list[Claim]:
         ids = lost[:capacity]
-        ids += await self._mirror.pop(worker_id, capacity - len(ids))
+        room = capacity - len(ids) if self._gate.is_open else 0
+        ids += await self._mirror.pop(worker_id, room)
         claims = await asyncio.gather(*(self._hand_out(id, worker_id) for id in ids))
         return [claim for claim in claims if claim is not None]
 
@@ -258,7 +283,7 @@ class StoreService(StoreCore):
 
         def decide() -> tuple[Claimed | None, tuple[Claimed | None, TrajectoryState]]:
             event = self._live.claim(id, worker_id)
-            return event, (event, self._live.record(id).state)
+            return event, (event, self._live.state_of(id))
 
         try:
             event, was = await self._write(id, decide)
@@ -289,9 +314,14 @@ class StoreService(StoreCore):
             num_policy_tokens_pending=await self._num_policy(parent.id, *pending),
         )
 
+    async def _off_loop(self, look_up: Callable[[TrajectoryId], T], id: TrajectoryId) -> T:
+        """Of a sealed trajectory in a thread: it may read files."""
+        if id in self._live.records:
+            return look_up(id)
+        return await asyncio.to_thread(look_up, id)
+
     def _is_finished(self, id: TrajectoryId) -> bool:
-        record = self._live.records.get(id)
-        return record is not None and record.state is TrajectoryState.FINISHED
+        return id in self._live and self._live.state_of(id) is TrajectoryState.FINISHED
 
     def _finished(self, id: TrajectoryId) -> Claim:
         """What a worker is told of a trajectory that it holds although it is finished."""
@@ -310,7 +340,7 @@ class StoreService(StoreCore):
     async def _num_policy(self, id: TrajectoryId, context: int, start: int, end: int) -> int:
         if start == end:
             return 0
-        tokens = await self._load(id, context, start, end)
+        (tokens,) = await self._load_many(lambda: [self._live.pieces(id, context, start, end)])
         return num_policy_tokens(TokenFrame(id, 0, start, *tokens, context=context))
 
 

@@ -6,19 +6,17 @@ loading. No I/O here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
 
+from k3rl.store.columns import Batch
 from k3rl.store.events import Event, FileStart, VersionRow
 from k3rl.store.journal import Place
 from k3rl.store.live import LiveState
 from k3rl.store.manifest import Manifest, ManifestRecord
 from k3rl.store.protocol import UpdateRow
-from k3rl.store.record import Extent, TrajectoryRecord
+from k3rl.store.record import TrajectoryRecord
 from k3rl.types import JsonObject, Snapshot, TrajectoryId, TrajectoryState
-
-ContextExtents: TypeAlias = Mapping[tuple[TrajectoryId, int], list[Extent]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +81,29 @@ class StoreState:
             return True
         return bool(self.unsealed_rows) and self.unsealed_rows[0][0] <= sequence
 
+    def take(self, record: ManifestRecord, added: Batch | None) -> None:
+        """The next record of the chain: batches whose files it removes go, `added` comes.
+
+        Sealed trajectories that it drops go too.
+        """
+        self.manifest.take(record)
+        gone, archive = set(record.removes), self.live.sealed
+        removed = [
+            batch
+            for batch in archive.catalog.batches
+            if any(file.path in gone for file in batch.files.values())
+        ]
+        archive.catalog.take(added, [batch.seq for batch in removed])
+        for batch in removed:
+            archive.forget(batch)
+        archive.drop(record.drops)
+
+    def first_sealed(self, ids: Collection[TrajectoryId]) -> int:
+        """The first record that had any of these sealed; the next one when none had."""
+        places = filter(None, map(self.live.sealed.catalog.find, ids))
+        seqs = [int(place.batch.trajectories.sealed_seq[place.at]) for place in places]
+        return min(seqs, default=self.manifest.head.seq + 1)
+
     def batch(self, low_water: int, through: str, max_tokens: int) -> SealBatch:
         """What can be sealed of frames up to sequence `low_water` in files up to `through`."""
         records: list[TrajectoryRecord] = []
@@ -94,10 +115,11 @@ class StoreState:
             records.append(record)
             tokens += record.num_own_tokens
         names = {step.snapshot_after: None for record in records for step in record.steps}
+        snapshots = [self.live.snapshot(name) for name in names if name]
         rows = [row for sequence, row in self.unsealed_rows if sequence <= low_water]
         return SealBatch(
             records=records,
-            snapshots=[self.live.snapshots[name] for name in names if name],
+            snapshots=[snapshot for snapshot in snapshots if snapshot],
             updates=[row for row in rows if isinstance(row, UpdateRow)],
             versions=[row for row in rows if isinstance(row, VersionRow)],
             journal_low_water=low_water,
@@ -119,17 +141,14 @@ class StoreState:
         """A record that changes nothing, to be filled in."""
         return replace(self.manifest.next_record(), last_version=self.last_version)
 
-    def sealed(
-        self, batch: SealBatch, record: ManifestRecord, extents: ContextExtents
-    ) -> list[str]:
+    def sealed(self, batch: SealBatch, record: ManifestRecord, added: Batch | None) -> list[str]:
         """The batch is sealed by `record`; returns the journal files that are needed no more."""
-        self.manifest.take(record)
+        self.take(record, added)
         ids = set()
         for sealed in batch.records:
             ids.add(sealed.id)
             sealed.sealed_seq = record.seq
-            for number, context in sealed.contexts.items():
-                context.extents = extents.get((sealed.id, number), [])
+            self.live.seal(sealed)
             del self.unsealed[sealed.id]
             self.unsealed_tokens -= sealed.num_own_tokens
         low_water = batch.journal_low_water

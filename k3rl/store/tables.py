@@ -1,9 +1,6 @@
-"""The sealed tables: Arrow schemas, and carriers to rows and back.
+"""The rows of the sealed tables: carriers to rows and back.
 
-Every column has a `PARQUET:field_id` that is never reused; every schema an id `k3rl.<table>/<major>
-.<minor>` in the file's metadata. A reader takes any minor version (columns are only ever added,
-nullable) and refuses a newer major one with `SchemaTooNew`. Nested carriers travel as JSON;
-what a reader from outside would filter on has a column of its own.
+Nested carriers travel as JSON; what a reader from outside would filter on has a column of its own.
 Ids and hashes are hex strings in memory and fixed-size binary on disk.
 """
 
@@ -11,19 +8,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from k3rl.errors import SchemaTooNew
 from k3rl.store.events import BranchStart, VersionRow
 from k3rl.store.protocol import UpdateRow
 from k3rl.store.record import ContextRecord, TrajectoryRecord
+from k3rl.store.schemas import schema
+from k3rl.store.segment_keys import SealedRow
 from k3rl.types import (
     Media,
     Outcome,
+    ProcessState,
     Segment,
     Snapshot,
     Step,
@@ -34,143 +32,8 @@ from k3rl.types import (
     to_plain,
 )
 
-MAJOR, MINOR = 1, 0
-SCHEMA_KEY = b"k3rl.schema_id"
-ID16, HASH = pa.binary(16), pa.binary(32)
-SPANS = pa.list_(
-    pa.struct(
-        [
-            ("start", pa.int32()),
-            ("author", pa.string()),
-            ("policy_version", pa.int32()),
-            ("state_version", pa.int32()),
-        ]
-    )
-)
-MEDIA = pa.list_(
-    pa.struct(
-        [
-            ("index", pa.int32()),
-            ("blob", HASH),
-            ("grid", pa.list_(pa.int32())),
-            ("num_features", pa.int32()),
-        ]
-    )
-)
-_COLUMNS: dict[str, list[tuple[str, pa.DataType]]] = {
-    "segments": [
-        ("trajectory", ID16),
-        ("context", pa.int32()),
-        ("segment", pa.int32()),
-        ("token_start", pa.int64()),
-        ("num_tokens", pa.int32()),
-        ("token_ids", pa.list_(pa.int32())),
-        ("loss_mask", pa.list_(pa.bool_())),
-        ("rollout_logprobs", pa.list_(pa.float32())),
-        ("spans", SPANS),
-        ("media", MEDIA),
-        ("expert_ids", HASH),
-        ("content_hash", HASH),
-    ],
-    "steps": [
-        ("trajectory", ID16),
-        ("step", pa.int32()),
-        ("context", pa.int32()),
-        ("token_start", pa.int64()),
-        ("token_end", pa.int64()),
-        ("finish_reason", pa.string()),
-        ("snapshot_before", pa.string()),
-        ("snapshot_after", pa.string()),
-        ("tree_digest", pa.string()),
-        ("generate_s", pa.float64()),
-        ("act_s", pa.float64()),
-        ("snapshot_s", pa.float64()),
-        ("step_json", pa.string()),
-    ],
-    "trajectories": [
-        ("trajectory", ID16),
-        ("run_id", pa.string()),
-        ("env_id", pa.string()),
-        ("task_key", pa.string()),
-        ("level", pa.string()),
-        ("group_index", pa.int64()),
-        ("sample_index", pa.int64()),
-        ("attempt", pa.int64()),
-        ("iteration", pa.int64()),
-        ("parent", ID16),
-        ("outcome", pa.string()),
-        ("reward", pa.float64()),
-        ("num_tokens", pa.int64()),
-        ("num_policy_tokens", pa.int64()),
-        ("num_own_tokens", pa.int64()),
-        ("num_steps", pa.int32()),
-        ("epoch", pa.int64()),
-        ("begun_sequence", pa.int64()),
-        ("finished_sequence", pa.int64()),
-        ("header_json", pa.string()),
-        ("outcome_json", pa.string()),
-        ("start_json", pa.string()),
-        ("contexts_json", pa.string()),
-    ],
-    "snapshots": [
-        ("snapshot", pa.string()),
-        ("parent", pa.string()),
-        ("layers", pa.list_(HASH)),
-        ("session_json", pa.string()),
-        ("tree_digest", pa.string()),
-        ("num_bytes", pa.int64()),
-        ("process_state", pa.string()),
-    ],
-    "updates": [
-        ("update", pa.int64()),
-        ("policy_version_in", pa.int64()),
-        ("policy_version_out", pa.int64()),
-        ("manifest_seq", pa.int64()),
-        ("rng_key", pa.string()),
-        ("members", pa.list_(ID16)),
-        ("advantages", pa.list_(pa.float64())),
-        ("denominators_json", pa.string()),
-        ("loss", pa.list_(pa.float64())),
-        ("gradient_norm", pa.float64()),
-        ("checkpoint", HASH),
-    ],
-    "versions": [
-        ("policy_version", pa.int64()),
-        ("parent", pa.int64()),
-        ("checksum", HASH),
-        ("blob", HASH),
-    ],
-}
 
-
-def schema(table: str) -> pa.Schema:
-    """The Arrow schema of a table, with field ids (by position, from 1) and the schema id."""
-    fields = [
-        pa.field(name, kind, metadata={b"PARQUET:field_id": str(number).encode()})
-        for number, (name, kind) in enumerate(_COLUMNS[table], 1)
-    ]
-    return pa.schema(fields, metadata={SCHEMA_KEY: schema_id(table).encode()})
-
-
-def schema_id(table: str) -> str:
-    """Names table and version, as the manifest records it."""
-    return f"k3rl.{table}/{MAJOR}.{MINOR}"
-
-
-def check_schema_id(path: str, table: str, found: str) -> None:
-    """Raises SchemaTooNew when `found` has a newer major version, or is not one of this table."""
-    name, _, version = found.partition("/")
-    major = version.partition(".")[0]
-    if name != f"k3rl.{table}" or not major.isdecimal():
-        raise SchemaTooNew(f"{path}: schema {found!r} is not one of table {table}")
-    if int(major) > MAJOR:
-        raise SchemaTooNew(
-            f"{path}: schema {found} is newer than {schema_id(table)}: read it with a newer k3rl"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class StepRow:
+class StepRow(NamedTuple):
     """A step and whose it is."""
 
     id: TrajectoryId
@@ -180,7 +43,7 @@ class StepRow:
 def to_table(table: str, rows: Iterable[Any]) -> pa.Table:
     """Carriers as an Arrow table.
 
-    By table: Segment, StepRow, TrajectoryRecord, Snapshot, UpdateRow, VersionRow.
+    By table: Segment, StepRow, SealedRow, Snapshot, UpdateRow, VersionRow.
     """
     rows = list(rows)
     if table == "segments":
@@ -236,11 +99,6 @@ def steps_from(rows: list[dict[str, Any]]) -> list[StepRow]:
     ]
 
 
-def trajectories_from(rows: list[dict[str, Any]]) -> list[TrajectoryRecord]:
-    """The inverse of `to_table("trajectories", ...)`; steps and extents are still empty."""
-    return [_record(row) for row in rows]
-
-
 def snapshots_from(rows: list[dict[str, Any]]) -> list[Snapshot]:
     """The inverse of `to_table("snapshots", ...)`."""
     return [
@@ -251,7 +109,7 @@ def snapshots_from(rows: list[dict[str, Any]]) -> list[Snapshot]:
             session=json.loads(row["session_json"]),
             tree_digest=row["tree_digest"],
             num_bytes=row["num_bytes"],
-            process_state=row["process_state"],
+            process_state=ProcessState(row["process_state"]),
         )
         for row in rows
     ]
@@ -304,8 +162,8 @@ def _media_row(media: Media) -> dict[str, Any]:
 
 def _step_row(row: StepRow) -> dict[str, Any]:
     step = row.step
-    names = ("token_start", "token_end", "finish_reason", "snapshot_before", "snapshot_after")
-    more = ("tree_digest", "generate_s", "act_s", "snapshot_s", "context")
+    names = ("context", "token_start", "token_end", "finish_reason", "snapshot_before")
+    more = ("snapshot_after", "tree_digest", "generate_s", "act_s", "snapshot_s")
     return {
         "trajectory": bytes.fromhex(row.id),
         "step": step.index,
@@ -314,7 +172,8 @@ def _step_row(row: StepRow) -> dict[str, Any]:
     }
 
 
-def _trajectory_row(record: TrajectoryRecord) -> dict[str, Any]:
+def _trajectory_row(sealed: SealedRow) -> dict[str, Any]:
+    record = sealed.record
     key, outcome, parent = record.header.key, record.outcome, record.header.parent
     contexts = [[n, c.base, c.committed] for n, c in sorted(record.contexts.items())]
     return {
@@ -341,10 +200,14 @@ def _trajectory_row(record: TrajectoryRecord) -> dict[str, Any]:
         "outcome_json": _json(outcome),
         "start_json": _json(record.start),
         "contexts_json": json.dumps(contexts),
+        "sealed_seq": sealed.sealed_seq,
+        "segments": [segment._asdict() for segment in sealed.segments],
+        "origin": _raw(record.origin),
     }
 
 
-def _record(row: dict[str, Any]) -> TrajectoryRecord:
+def record_from(row: dict[str, Any]) -> TrajectoryRecord:
+    """The record in a row of `trajectories`; it has no steps and no extents."""
     start = row["start_json"]
     return TrajectoryRecord(
         header=from_plain(TrajectoryHeader, json.loads(row["header_json"])),
@@ -359,6 +222,7 @@ def _record(row: dict[str, Any]) -> TrajectoryRecord:
         outcome=from_plain(Outcome, json.loads(row["outcome_json"])),
         finished_sequence=row["finished_sequence"],
         num_policy_tokens=row["num_policy_tokens"],
+        origin=_hex(row["origin"]),
     )
 
 

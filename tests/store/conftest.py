@@ -1,5 +1,9 @@
 import asyncio
 import itertools
+import os
+import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +17,24 @@ def valkey(tmp_path_factory):
     asyncio.run(server.start())
     yield server.url
     asyncio.run(server.stop())
+
+
+@pytest.fixture(scope="session")
+def memory(tmp_path_factory):
+    """A folder where a sync costs nothing, for tests that sync very often; on disk if need be."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path_factory.mktemp("memory")
+        return
+    with tempfile.TemporaryDirectory(prefix="k3rl-", dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def quick_path(memory):
+    """Like `tmp_path`, in `memory`."""
+    folder = Path(tempfile.mkdtemp(dir=memory))
+    yield folder
+    shutil.rmtree(folder)
 
 
 @pytest.fixture

@@ -90,13 +90,18 @@ def step(id, epoch, index, start, acked, count=5, seed=0, context=0, layers=()):
     )
 
 
-async def play(store, claim, num_steps=3, turn=130, chunk=64, note=lambda ack: None, finish=True):
-    """Play from wherever the claim stands: step 0, then turns of policy tokens; then finish."""
+async def play(
+    store, claim, num_steps=3, turn=130, chunk=64, note=lambda ack: None, finish=True, layers=list
+):
+    """Play from wherever the claim stands: step 0, then turns of policy tokens; then finish.
+
+    `layers` is called for the layers of each step's snapshot. Returns how many tokens there are.
+    """
     id, epoch = claim.header.id, claim.epoch
     for ack in claim.acks:
         note(ack)
     if claim.outcome is not None:
-        return
+        return None
     acked = len(claim.tokens.token_ids) if claim.tokens is not None else 0
     steps = len(claim.steps)
     start = claim.steps[-1].token_end if claim.steps else 0
@@ -105,12 +110,14 @@ async def play(store, claim, num_steps=3, turn=130, chunk=64, note=lambda ack: N
             count = min(chunk, start + turn - acked)
             note(await store.append(policy(id, epoch, acked, count)))
             acked += count
-        for ack in await store.commit_step(id, epoch, step(id, epoch, steps, start, acked)):
+        frame = step(id, epoch, steps, start, acked, layers=layers())
+        for ack in await store.commit_step(id, epoch, frame):
             note(ack)
         acked += 5
         start, steps = acked, steps + 1
     if finish:
         await store.finish(id, epoch, COMPLETED)
+    return acked
 
 
 async def claim_one(store, worker="w"):

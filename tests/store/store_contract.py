@@ -9,7 +9,15 @@ from dataclasses import replace
 import pytest
 
 from k3rl.errors import Fenced, K3rlError, StoreError
-from k3rl.store.protocol import Ref, StepFrame, TrajectoryStore, UpdateRow
+from k3rl.store.protocol import (
+    Ref,
+    SampleRequest,
+    SampleUnit,
+    StepFrame,
+    Stratum,
+    TrajectoryStore,
+    UpdateRow,
+)
 from k3rl.types import (
     Author,
     LineageKind,
@@ -414,18 +422,65 @@ async def samples_are_reproducible_and_without_replacement(store):
     for n, claim in enumerate(claims):
         await store.finish(claim.header.id, claim.epoch, fault if n == 3 else COMPLETED)
     await store.pin()
-    first = await store.sample(5, 4, seed=1)
+    first = await store.sample(SampleRequest(5, 4, seed=1))
     await played(store, 20)
-    assert await store.sample(5, 4, seed=1) == first
-    assert {ref.id for ref in await store.sample(0, 7, seed=2)} == {
+    assert await store.sample(SampleRequest(5, 4, seed=1)) == first
+    assert {ref.id for ref in await store.sample(SampleRequest(0, 7, seed=2))} == {
         c.header.id for n, c in enumerate(claims) if n != 3
     }
-    draws = {tuple(ref.id for ref in await store.sample(u, 4, seed=1)) for u in range(6)}
+    requests = [SampleRequest(update, 4, seed=1) for update in range(6)]
+    draws = {tuple(ref.id for ref in await store.sample(request)) for request in requests}
     assert len(draws) > 1
     with pytest.raises(StoreError, match="8"):
-        await store.sample(0, 8, seed=1)
+        await store.sample(SampleRequest(0, 8, seed=1))
     await store.pin()
-    assert len(await store.sample(0, 8, seed=1)) == 8
+    assert len(await store.sample(SampleRequest(0, 8, seed=1))) == 8
+
+
+@case
+async def a_past_sample_can_be_drawn_again(store):
+    drawn = {}
+    kinds = [
+        {},
+        {"unit": SampleUnit.SEGMENT},
+        {"unit": SampleUnit.TOKEN, "window": 40},
+        {"stratify": Stratum.GROUP},
+        {"reward_temperature": 0.5, "min_version": 1},
+    ]
+    for n in range(6):
+        await played(store, n, num_steps=3, turn=90)
+        if n % 2:
+            seq = await store.pin()
+            for number, kind in enumerate(kinds):
+                refs = await store.sample(SampleRequest(3, 2, seed=9, **kind))
+                drawn[seq, number] = refs
+                for read in await store.read_many(refs):
+                    assert len(read.token_ids) == read.ref.end - read.ref.start > 0
+    assert len(drawn) == 15
+    for (seq, number), refs in drawn.items():
+        request = SampleRequest(3, 2, seed=9, manifest_seq=seq, **kinds[number])
+        assert await store.sample(request) == refs
+    with pytest.raises(StoreError, match="no manifest record"):
+        await store.sample(SampleRequest(3, 2, seed=9, manifest_seq=seq + 1))
+    with pytest.raises(K3rlError, match="needs a window"):
+        await store.sample(SampleRequest(3, 2, seed=9, unit=SampleUnit.TOKEN))
+
+
+@case
+async def many_refs_are_read_like_one_by_one(store):
+    ids = [await played(store, n, num_steps=3, turn=3000) for n in range(3)]
+    await store.pin()
+    ids.append(await played(store, 3))
+    refs = [Ref(id, start, end) for id in ids for start, end in [(0, None), (7, 9), (100, 270)]]
+    for fields in [(), ("token_ids", "spans"), ("loss_mask",)]:
+        together = await store.read_many(refs[::-1] + refs, fields)
+        for ref, read in zip(refs[::-1] + refs, together, strict=True):
+            single = await store.read(ref, fields)
+            assert same_arrays(read, single)
+            assert (read.ref, read.spans) == (single.ref, single.spans)
+    assert await store.read_many([]) == []
+    with pytest.raises(StoreError, match="do not exist"):
+        await store.read_many([refs[0], Ref(ids[0], 0, 10**9)])
 
 
 @case

@@ -26,6 +26,7 @@ from redis import Redis
 from k3rl.errors import StoreError, UserInputError
 from k3rl.store.index import IndexLost, Lease, LiveIndex, TrajectoryRow
 from k3rl.store.redis_server import EmbeddedServer
+from k3rl.store.redis_url import SafeUrl
 from k3rl.types import TrajectoryState
 
 A, B, C, D, E, F = (f"{n:032x}" for n in range(6))
@@ -466,6 +467,14 @@ def test_no_error_shows_a_password_or_is_a_redis_exception(own_server, url):
         assert "\n" not in said
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("secret", ["hunter2", "hunter2/", "hunter2%2F"])
+def test_what_a_server_says_is_passed_on_without_the_password(secret):
+    url = SafeUrl("redis://user:hunter2%2F@host?password=hunter2")
+    for error in (url.refused(ValueError(f"AUTH {secret} failed")), url.unreachable(secret, 1.0)):
+        assert "***" in str(error)
+        assert "hunter2" not in str(error)
 
 
 def test_a_password_opens_a_protected_server(own_server):

@@ -11,9 +11,10 @@ import pytest
 
 from k3rl.errors import StoreError
 from k3rl.store.fsck import check
-from k3rl.store.journal import Scan, event_of
+from k3rl.store.journal import event_of
 from k3rl.store.protocol import Ack
 from k3rl.store.recovery import RootLock, recover
+from k3rl.store.scan import Scan
 from k3rl.types import TokenFrame, TrajectoryState, digest_json
 from tests.store.store_builders import (
     COMPLETED,

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from k3rl.errors import CorruptData, SchemaTooNew
 from k3rl.store.events import KIND_OF, FileStart, Paused
-from k3rl.store.journal import Journal, JournalWriter, Scan, event_of, file_name, pack, parse
+from k3rl.store.journal import Journal, JournalWriter, event_of, file_name, pack, parse
+from k3rl.store.scan import SECTOR_BYTES, Scan
 from k3rl.types import TokenFrame, encode
 from tests.store.store_builders import policy
 
@@ -80,6 +81,46 @@ def test_a_flipped_bit_anywhere_is_named(journal_file, tmp_path_factory, data):
     shutil.rmtree(path.parent)
 
 
+@pytest.fixture(scope="module")
+def two_groups(tmp_path_factory):
+    """Of three frames each, the first of them many sectors long."""
+    folder = tmp_path_factory.mktemp("groups")
+    writer = JournalWriter(folder, 3, 10)
+    group = [policy(ID, 1, 0, 400), Paused(ID, 1), policy(ID, 1, 400, 8)]
+    places = [place for _ in range(2) for _, place in writer.write(packed(group))]
+    writer.close()
+    path = folder / file_name(3, 0)
+    return path.read_bytes(), places
+
+
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_sectors_that_were_never_written_are_told_from_damage(two_groups, tmp_path_factory, data):
+    """Zeros in the last group are a torn end; in a group with another behind it they are damage."""
+    whole, places = two_groups
+    starts = [0, *(place.offset for place in places)]
+    zeroed = bytearray(whole)
+    sector = data.draw(st.integers(0, (len(whole) - 1) // SECTOR_BYTES)) * SECTOR_BYTES
+    is_last = sector + SECTOR_BYTES > places[3].offset
+    # A sector that the last group shares with the one before holds what that one wrote.
+    low = max(sector, places[3].offset) if is_last else sector
+    high = min(sector + SECTOR_BYTES, len(whole))
+    zeroed[low:high] = bytes(high - low)
+    first_hit = max(start for start in starts if start <= low)
+    path = tmp_path_factory.mktemp("zero") / file_name(3, 0)
+    path.write_bytes(zeroed)
+    scan = Scan(path)
+    if is_last:
+        assert [frame.place.offset for frame in scan] == [s for s in starts if s < first_hit]
+        assert scan.good_bytes == first_hit
+        assert scan.torn_bytes == len(whole) - first_hit
+    else:
+        with pytest.raises(CorruptData) as caught:
+            list(scan)
+        assert caught.value.offset == first_hit
+    shutil.rmtree(path.parent)
+
+
 def test_a_missing_frame_is_named(tmp_path):
     kind = KIND_OF[Paused]
     frames = [pack(kind, n, encode(Paused(ID, n))) for n in (1, 2, 4)]
@@ -112,17 +153,19 @@ def test_files_rotate_and_sequences_go_on(tmp_path):
 
 
 def test_writers_share_syncs_and_effects_come_in_order(tmp_path):
-    seen = []
+    seen, ended = [], []
 
     async def go():
-        journal = Journal(JournalWriter(tmp_path, 1, 1))
-        futures = [
-            journal.submit(policy(ID, 1, n, 1), lambda s, p: seen.append((s, p)))
-            for n in range(500)
-        ]
+        journal = Journal(
+            JournalWriter(tmp_path, 1, 1), lambda _, s, p: seen.append((s, p)), ended.append
+        )
+        frames = [policy(ID, 1, n, 1) for n in range(500)]
+        futures = [journal.submit(frame) for frame in frames]
         assert seen == []
-        await asyncio.gather(*futures)
+        futures[7].cancel()  # who waits may go away: the write goes on
+        await asyncio.gather(*futures, return_exceptions=True)
         await journal.aclose()
+        assert [frame.offset for frame in ended] == [frame.offset for frame in frames]
         return journal
 
     journal = asyncio.run(go())

@@ -39,6 +39,32 @@ def test_several_acknowledgements_are_noted_at_once(tmp_path):
     assert read_ledgers(tmp_path) == set(acks)
 
 
+def test_sectors_that_were_never_written_are_told_from_damage(tmp_path):
+    """The last write may be torn anywhere; before it, zeros are damage."""
+    path = tmp_path / "w.jsonl"
+    more = [Ack(ACK.id, 0, offset, 64, ACK.content_hash) for offset in range(69, 900, 64)]
+    ledger = Ledger(path)
+    ledger.write(ACK)
+    first = path.stat().st_size
+    ledger.write(*more)
+    ledger.close()
+    whole = path.read_bytes()
+    assert read_ledgers(tmp_path) == {ACK, *more}
+    for sector in range(0, len(whole), 512):
+        low, high = max(sector, first), min(sector + 512, len(whole))
+        path.write_bytes(whole[:low] + bytes(high - low) + whole[high:])
+        kept = [ack for ack in (ACK, *more) if ack in read_ledgers(tmp_path)]
+        assert kept == [ACK, *more][: len(kept)]
+        assert len(kept) == whole[:low].count(b"\n")
+        again = Ledger(path)
+        again.write(more[-1])
+        again.close()
+        assert read_ledgers(tmp_path) == {*kept, more[-1]}
+    path.write_bytes(bytes(first - 1) + whole[first - 1 :])
+    with pytest.raises(CorruptData, match=r"w\.jsonl: byte 0: line"):
+        read_ledgers(tmp_path)
+
+
 def test_a_bad_line_is_named(tmp_path):
     (tmp_path / "w.jsonl").write_bytes(b'{"id": "ab"}\n')
     with pytest.raises(CorruptData, match=r"w\.jsonl: byte 0: line"):

@@ -11,10 +11,10 @@ from k3rl.errors import CorruptData, StoreError
 from k3rl.store import journal
 from k3rl.store.events import KIND_OF, Finished, StepCommitted, VersionRow
 from k3rl.store.fsck import check
-from k3rl.store.journal import Scan
 from k3rl.store.protocol import Ref
 from k3rl.store.reader import StoreReader
 from k3rl.store.recovery import recover
+from k3rl.store.scan import Scan
 from k3rl.types import LineageKind, ParentRef, TokenFrame, TrajectoryState, digest_json
 from tests.store.store_builders import (
     COMPLETED,

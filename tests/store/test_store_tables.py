@@ -13,8 +13,9 @@ from k3rl.store.events import VersionRow
 from k3rl.store.manifest import SealedFile
 from k3rl.store.parquet import open_sealed, read_rows, write_sealed
 from k3rl.store.protocol import SEGMENT_SLACK_TOKENS, SEGMENT_TOKENS
+from k3rl.store.schemas import check_schema_id, schema
 from k3rl.store.sealing import segment_ranges
-from k3rl.store.tables import check_schema_id, schema, to_table
+from k3rl.store.tables import to_table
 from k3rl.types import digest_json
 from tests.store.store_builders import played
 
