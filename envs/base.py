@@ -14,7 +14,8 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from k3rl.sandboxes.base import Sandbox, SandboxSpec
+from k3rl.sandboxes.base import Sandbox
+from k3rl.sandboxes.spec import SandboxSpec
 from k3rl.types import (
     Digest,
     JsonObject,

@@ -22,7 +22,7 @@ from k3rl.envs.demonstrating import draw_thought, slips
 from k3rl.envs.session import ToolSession, draw_seed
 from k3rl.envs.tools import Tool, ToolOutput, command_output, run_command
 from k3rl.errors import UserInputError
-from k3rl.sandboxes.base import SandboxSpec
+from k3rl.sandboxes.spec import SandboxSpec
 from k3rl.types import JsonObject, Message, Task, TaskLimits, ToolCall, ToolStatus, philox
 
 MAX_POINTERS = 3

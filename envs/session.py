@@ -16,7 +16,8 @@ from itertools import count
 from k3rl.envs.base import EnvSpec, Observation, StepResult
 from k3rl.envs.tools import Tool, ToolOutput, answer, check_call, run_call
 from k3rl.errors import EnvError, GraderError, UserInputError
-from k3rl.sandboxes.base import Sandbox, SandboxSpec
+from k3rl.sandboxes.base import Sandbox
+from k3rl.sandboxes.spec import SandboxSpec
 from k3rl.types import (
     JSON,
     JsonObject,

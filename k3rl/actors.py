@@ -1,40 +1,42 @@
 """Ray actors around plain classes, and the proxies that talk to them.
 
-Calls cross process boundaries as bytes of `k3rl.types.encode`, typed by the contract's own
-annotations, and errors as their class name and arguments: nothing exchanged is a pickle of ours.
+Calls cross process boundaries as `k3rl.proxy` has them: nothing exchanged is a pickle of ours.
 The store actor restarts by itself and its callers' calls are sent again, which is safe because
 every write of the store is idempotent. A worker actor never restarts by itself: the controller
-fences it first.
+fences it first. Nor does a sandbox host: its sandboxes die with it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import math
 import os
+import secrets
 import time
 from collections.abc import Awaitable, Callable
-from functools import cache
-from typing import Any, cast, get_type_hints
+from pathlib import Path
+from typing import Any, cast
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, WorkerCrashedError
 
 from k3rl import config as configs
-from k3rl import errors
+from k3rl.blobs import BlobStore
 from k3rl.config import Config
-from k3rl.errors import EngineError, K3rlError, StoreError
+from k3rl.errors import EngineError, K3rlError, SandboxLost, StoreError
 from k3rl.learner.protocol import Trainer
+from k3rl.proxy import Proxy, answer, failure, result, serve
 from k3rl.rollout.worker import RolloutWorker
+from k3rl.sandboxes.base import SandboxBackend
+from k3rl.sandboxes.factory import open_backend
+from k3rl.sandboxes.files.layers import large_files
+from k3rl.sandboxes.remote import LEASE_S, RemoteBackend, SandboxHost
 from k3rl.store.host import StoreHost
 from k3rl.store.protocol import TrajectoryStore
 from k3rl.supervisor import WorkerLost
-from k3rl.types import decode, encode
+from k3rl.types import encode
 
-OK, FAILED = b"\0", b"\1"
-Send = Callable[[str, list[bytes]], Awaitable[bytes]]
 Call = tuple[str, list[bytes]]
 TOGETHER = ("append", "commit_step", "pause", "finish", "get")
 """Calls of the store that come in numbers and are answered at once, or within a sync."""
@@ -45,69 +47,12 @@ START_WAIT_S = 60.0
 LOST = (ActorDiedError, ActorUnavailableError, WorkerCrashedError)
 
 
-async def answer(work: Callable[[], Awaitable[bytes]]) -> bytes:
-    """The reply frame of a call: its encoded result, or the k3rl error it raised."""
-    try:
-        return OK + await work()
-    except K3rlError as error:
-        arguments = cast(tuple[Any, ...], error.__reduce__())[1]
-        return FAILED + json.dumps([type(error).__name__, arguments]).encode()
-
-
-def result(reply: bytes) -> bytes:
-    """The inverse of `answer`: the payload, or the error raised here."""
-    if reply[:1] == OK:
-        return reply[1:]
-    name, arguments = json.loads(reply[1:])
-    raise getattr(errors, name)(*arguments)
-
-
-@cache
-def _signature(contract: type, method: str) -> tuple[inspect.Signature, dict[str, Any]]:
-    """Signature without `self`, and types, of a method."""
-    function = getattr(contract, method)
-    signature = inspect.signature(function)
-    parameters = list(signature.parameters.values())[1:]
-    return signature.replace(parameters=parameters), get_type_hints(function)
-
-
-async def serve(contract: type, target: Any, method: str, arguments: list[bytes]) -> bytes:
-    """Carry out one call of `contract` on `target`."""
-    signature, hints = _signature(contract, method)
-    pairs = zip(signature.parameters, arguments, strict=True)
-    values = [decode(hints[name], data) for name, data in pairs]
-    value = await getattr(target, method)(*values)
-    return encode(value, hints["return"])
-
-
-class Proxy:
-    """Stands for an object elsewhere: methods of `contract` become `send(method, arguments)`."""
-
-    def __init__(self, contract: type, send: Send) -> None:
-        """`send` returns the reply frame of `answer`."""
-        self._contract, self._send = contract, send
-
-    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
-        """An async method with the contract's signature."""
-        if method.startswith("_") or not hasattr(self._contract, method):
-            raise AttributeError(method)
-        signature, hints = _signature(self._contract, method)
-
-        async def call(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            data = [encode(value, hints[name]) for name, value in bound.arguments.items()]
-            return decode(hints["return"], result(await self._send(method, data)))
-
-        return call
-
-
 class StoreActor:
     """The StoreService of a run, opened at its first call."""
 
     def __init__(self, config: str) -> None:
         """`config` is the resolved config as JSON."""
-        self._host = StoreHost(configs.from_json(json.loads(config)))
+        self._host = StoreHost(configs.from_json(json.loads(config)), large_files)
         self._opening = asyncio.Lock()
         self._is_closed = False
 
@@ -178,6 +123,36 @@ class LearnerActor:
 
     async def pid(self) -> int:
         """The process this learner runs in."""
+        return os.getpid()
+
+
+class SandboxHostActor:
+    """A SandboxHost over a backend of its own, which the first call opens."""
+
+    def __init__(
+        self, kind: str, blobs: str, scratch: str, allow_unconfined: bool, lease_s: float
+    ) -> None:
+        """The folders are on the actor's machine; the rest is as `start_sandbox_host` has it."""
+        self._options = kind, BlobStore(Path(blobs)), Path(scratch), allow_unconfined
+        self._lease_s = lease_s
+        self._host: SandboxHost | None = None
+
+    async def call(self, client: str, method: str, arguments: list[bytes]) -> bytes:
+        """One call of the SandboxBackend contract, or of a stream of it."""
+        try:
+            if self._host is None:
+                self._host = SandboxHost(open_backend(*self._options), self._lease_s)
+        except K3rlError as error:
+            return failure(error)
+        return await self._host.call(client, method, arguments)
+
+    async def aclose(self) -> None:
+        """Close every sandbox; the actor is of no use any more."""
+        if self._host is not None:
+            await self._host.aclose()
+
+    async def pid(self) -> int:
+        """The process this host runs in."""
         return os.getpid()
 
 
@@ -253,6 +228,19 @@ def trainer_proxy(handle: Any) -> Trainer:
         return cast(bytes, await handle.call.remote(method, arguments))
 
     return cast(Trainer, Proxy(Trainer, send))
+
+
+def sandbox_proxy(handle: Any) -> SandboxBackend:
+    """The backend behind a SandboxHostActor's handle, for one client: close it with `aclose`."""
+    client = secrets.token_hex(8)
+
+    async def send(method: str, arguments: list[bytes]) -> bytes:
+        try:
+            return cast(bytes, await handle.call.remote(client, method, arguments))
+        except LOST as error:
+            raise SandboxLost(f"the sandbox host: {str(error).splitlines()[0]}") from None
+
+    return cast(SandboxBackend, RemoteBackend(send))
 
 
 class RayWorker:
@@ -336,6 +324,21 @@ def start_learner(config: Config, store: Any) -> Any:
     """The handle of a new LearnerActor."""
     actor = ray.remote(LearnerActor).options(num_cpus=0, resources={"learner": 1})
     return actor.remote(config.model_dump_json(), store)
+
+
+def start_sandbox_host(
+    kind: str,
+    blobs: Path,
+    scratch: Path,
+    allow_unconfined: bool = False,
+    lease_s: float = LEASE_S,
+) -> Any:
+    """The handle of a new SandboxHostActor; `kind` and what follows are `open_backend`'s.
+
+    It closes the sandboxes of clients that it has not heard of for `lease_s`.
+    """
+    actor = ray.remote(SandboxHostActor).options(num_cpus=1, max_concurrency=1000)
+    return actor.remote(kind, str(blobs), str(scratch), allow_unconfined, lease_s)
 
 
 async def pid_of(handle: Any) -> int:

@@ -19,6 +19,7 @@ from k3rl.config import Config
 from k3rl.errors import ConfigError
 from k3rl.learner.protocol import Trainer
 from k3rl.rollout.worker import RolloutWorker
+from k3rl.sandboxes.files.layers import large_files
 from k3rl.store.host import StoreHost
 from k3rl.store.protocol import TrajectoryStore
 from k3rl.supervisor import WorkerHandle
@@ -56,7 +57,7 @@ async def launch(config: Config) -> AsyncIterator[Parts]:
 
 @asynccontextmanager
 async def _local(config: Config) -> AsyncIterator[Parts]:
-    host = StoreHost(config)
+    host = StoreHost(config, large_files)
     try:
         store = await host.open()
         yield Parts(store, [LocalWorker(config, store)], _local_trainer(config, store))

@@ -38,7 +38,7 @@ from k3rl.evaluation import Score
 from k3rl.groups import Groups, has_reward, is_success
 from k3rl.learner.protocol import Trainer, TrainerState, UpdatePlan
 from k3rl.metrics import MetricsWriter
-from k3rl.store.protocol import StoreStats, TrajectoryStore
+from k3rl.store.protocol import StoreStats, TrajectoryStore, check_digests
 from k3rl.supervisor import Supervisor, WorkerHandle
 from k3rl.types import (
     OutcomeKind,
@@ -320,6 +320,8 @@ class Controller:
                 metrics.NUM_INFORMATIVE_GROUPS: sum(map(self.groups.is_informative, scored)),
                 metrics.STORE_TOKENS: stats.num_tokens,
                 metrics.STORE_INDEX_REBUILDS: stats.num_index_rebuilds,
+                metrics.STORE_FREE_BYTES: stats.free_bytes,
+                metrics.STORE_REFUSED: stats.num_refused,
                 **_by_level(finished),
                 **learned,
             },
@@ -327,8 +329,10 @@ class Controller:
 
     async def _recover(self) -> None:
         """Take over what an earlier run of the same name left, and fence its workers."""
+        present = {n: d for n, d in self.groups.digests.items() if n == "tokenizer"}
         for trajectory in await self.store.trajectories():
             if trajectory.header.key.run_id == self.config.run.name:
+                check_digests(trajectory.header, present)
                 self.groups.note(trajectory)
         if self._budgets_path.exists():
             self.groups.budgets = from_plain(

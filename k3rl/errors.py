@@ -61,6 +61,10 @@ class SchemaTooNew(StoreError):
     """A file was written by a newer major schema than this version reads."""
 
 
+class StoreFull(StoreError):
+    """The store's disk has too little room to begin anything: make room; what runs goes on."""
+
+
 class Fenced(StoreError):
     """A writer whose lease was taken over tried to write: it must stop."""
 

@@ -50,6 +50,8 @@ class Group:
     is_scored: bool = False
     is_consumed: bool = False
     """An update was trained on it, or nothing in it could be."""
+    num_gone: int = 0
+    """Members that the store let go after an update was trained on it."""
 
 
 class Groups:
@@ -87,8 +89,11 @@ class Groups:
         return [t for t in self.trajectories.values() if t.outcome is None]
 
     def num_finished(self) -> Counter[str]:
-        """Finished ones per level."""
-        return Counter(t.header.key.level for t in self.trajectories.values() if t.outcome)
+        """Finished ones per level, with those that the store let go."""
+        found = Counter(t.header.key.level for t in self.trajectories.values() if t.outcome)
+        for (level, _), group in self._groups.items():
+            found[level] += group.num_gone
+        return found
 
     def to_begin(self, iteration: int, finished_before: Counter[str]) -> list[TrajectoryHeader]:
         """What makes N x K trajectories of every level part of this iteration.
@@ -105,8 +110,9 @@ class Groups:
             taken += finished[level] - finished_before[level]
             end = 1 + max((g for at, g in self._groups if at == level), default=-1)
             samples = range(settings.group_size)
-            begun = {(g, s) for g in range(end) for s in self._groups[level, g].members}
-            wanted = [(g, s) for g in range(end) for s in samples if (g, s) not in begun]
+            old = [g for g in range(end) if not self._groups[level, g].is_consumed]
+            begun = {(g, s) for g in old for s in self._groups[level, g].members}
+            wanted = [(g, s) for g in old for s in samples if (g, s) not in begun]
             room = settings.num_groups * settings.group_size - taken - len(wanted)
             new = range(end, end + max(room, 0) // settings.group_size)
             wanted += [(g, s) for g in new for s in samples]
@@ -137,10 +143,32 @@ class Groups:
 
     def consume(self, ids: Iterable[TrajectoryId]) -> None:
         """Take over that updates were trained on these trajectories."""
+        gone = set[TrajectoryId]()
         for id in ids:
             if id in self.trajectories:
                 key = self.trajectories[id].header.key
                 self._groups[key.level, key.group_index].is_consumed = True
+            else:
+                gone.add(id)
+        if gone:
+            self._note_gone(gone)
+
+    def _note_gone(self, ids: set[TrajectoryId]) -> None:
+        """The store let these go: their groups are not begun again."""
+        size = self.config.rollout.group_size
+        # Groups are begun one after the other, so none lies beyond as many as there can have been.
+        for group in range(1 + max((g for _, g in self._groups), default=-1) + len(ids)):
+            env = self.envs[self._env_of(group)]
+            task = env.task(self.config.rollout.split, self.config.curriculum.first_task + group)
+            for level in self.config.intensity.levels:
+                keys = [
+                    TrajectoryKey(self.config.run.name, task.key, level, group, sample, attempt)
+                    for sample in range(size)
+                    for attempt in range(2)
+                ]
+                if any(key.id in ids for key in keys):
+                    found = self._groups[level, group]
+                    found.is_consumed, found.num_gone = True, size - len(found.members)
 
     def valid(self, group: Group) -> list[Trajectory]:
         """The members whose reward counts, in the order of their samples."""

@@ -27,6 +27,8 @@ NUM_GROUPS = "group/num_complete"
 NUM_DROPPED_GROUPS = "group/num_dropped"
 NUM_INFORMATIVE_GROUPS = "group/num_informative"
 SFT_LOSS = "sft/loss"
+SFT_FIXED_LOSS = "sft/fixed_loss"
+"""On the same demonstrations, before the first step and after the last."""
 SFT_PROBE_LOSS = "sft/probe_loss"
 SFT_GRADIENT_NORM = "sft/gradient_norm"
 SFT_TOKENS_PER_S = "sft/tokens_per_s"
@@ -49,6 +51,8 @@ AGREEMENT_TOKENS = "learner/agreement_num_tokens"
 AGREEMENT_PINNED = "learner/agreement_num_pinned_sites"
 STORE_TOKENS = "store/num_tokens"
 STORE_INDEX_REBUILDS = "store/num_index_rebuilds"
+STORE_FREE_BYTES = "store/free_bytes"
+STORE_REFUSED = "store/num_refused"
 
 
 class MetricsWriter:

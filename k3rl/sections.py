@@ -126,14 +126,49 @@ class HarnessConfig(Section):
     """Overrides the tasks' own limit; null keeps it."""
 
 
+class PoolConfig(Section):
+    """How each rollout worker's pool treats its sandboxes; times in seconds."""
+
+    max_sandboxes: Annotated[int, Field(ge=1)] = 1024
+    """Alive at the same time; further ones wait for room."""
+    num_warm: Annotated[int, Field(ge=0)] = 0
+    """Most started ones that wait for another trajectory of the same task."""
+    reserve_bytes: Annotated[int, Field(ge=0)] = 1 << 30
+    """Memory of the machine that sandboxes leave to others."""
+    admission_wait_s: Annotated[float, Field(gt=0)] = 300.0
+    """Waiting longer for room is an infrastructure failure."""
+    idle_pause_s: Annotated[float, Field(gt=0)] = 60.0
+    """One that is not used for so long ends its processes until it is used again."""
+    lease_s: Annotated[float, Field(gt=0)] = 3600.0
+    """One that is not used for so long is closed."""
+
+
 class SandboxConfig(Section):
     """Where tools run."""
 
-    backend: Literal["bwrap", "process"] = "bwrap"
+    backend: Literal["bwrap", "docker", "landlock", "process"] = "bwrap"
+    """`docker` uses the daemon that DOCKER_HOST names, on this machine; `landlock` (Linux 6.12) is
+    for places without user namespaces, such as the inside of a container."""
     allow_unconfined: bool = False
     """`process` isolates nothing and is refused without this."""
     scratch: str | None = None
     """Folder of live workspaces; null: `<run>/scratch`."""
+    pool: PoolConfig = PoolConfig()
+
+
+class RetentionConfig(Section):
+    """Which trajectories a store may let go: spent ones only, see `k3rl.store.retention`."""
+
+    keep_updates: Annotated[int, Field(ge=1)] | None = None
+    """Keep those of so many updates up to the oldest checkpoint; null: all."""
+    max_age_s: Annotated[float, Field(gt=0)] | None = None
+    """Keep those that were sealed within so many seconds; null: all."""
+    max_bytes: Annotated[int, Field(ge=0)] | None = None
+    """Keep the newest, so that sealed files weigh at most this; null: all."""
+    untrained: bool = False
+    """Whether rewarded trajectories that no update named may go too."""
+    grace_s: Annotated[float, Field(ge=0)] = 3600.0
+    """How long files and blobs that nothing needs stay before they are deleted."""
 
 
 class StoreConfig(Section):
@@ -146,6 +181,13 @@ class StoreConfig(Section):
     """
     lease_ttl_s: Annotated[float, Field(gt=0)] = 30.0
     """A worker silent for this long loses its trajectories to others."""
+    compact_batches: Annotated[int, Field(ge=0)] = 32
+    """So many small sealed batches are written again as one; 0: never."""
+    compact_level: Annotated[int, Field(ge=1, le=19)] = 9
+    """zstd level of what is written again."""
+    retention: RetentionConfig = RetentionConfig()
+    min_free_bytes: Annotated[int, Field(ge=0)] = 1 << 30
+    """With less room on its disk the store begins nothing new; what runs goes on."""
 
 
 class ObjectiveConfig(Section):

@@ -10,19 +10,19 @@ Array axes: T tokens of one context.
 from __future__ import annotations
 
 import json
-import os
 import struct
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Annotated, Any, TypeVar, cast
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
-from pydantic import PlainSerializer, PlainValidator, TypeAdapter, ValidationError
+from pydantic import PlainValidator, ValidationError
 
 from k3rl.errors import UserInputError
+from k3rl.wire import AS_IS, BYTES, MARK, Arrays, adapter, writer
 
 JSON = Any  # str, int, float, bool, None, or lists and dicts of them
 JsonObject = dict[str, JSON]
@@ -69,10 +69,9 @@ def _one_axis(dtype: str) -> PlainValidator:
     return PlainValidator(check)
 
 
-_AS_IS = PlainSerializer(lambda array: array)
-Int32Array = Annotated[NDArray[np.int32], _one_axis("int32"), _AS_IS]
-Float32Array = Annotated[NDArray[np.float32], _one_axis("float32"), _AS_IS]
-BoolArray = Annotated[NDArray[np.bool_], _one_axis("bool"), _AS_IS]
+Int32Array = Annotated[NDArray[np.int32], _one_axis("int32"), AS_IS]
+Float32Array = Annotated[NDArray[np.float32], _one_axis("float32"), AS_IS]
+BoolArray = Annotated[NDArray[np.bool_], _one_axis("bool"), AS_IS]
 
 
 class Author(StrEnum):
@@ -129,6 +128,16 @@ class ToolStatus(StrEnum):
     OK = "ok"
     ERROR = "error"
     TIMEOUT = "timeout"
+
+
+class ProcessState(StrEnum):
+    """What became, in a snapshot, of processes that ran between commands."""
+
+    NONE = "none"
+    """There were none: nothing outlives a command."""
+    RESTARTED = "restarted"
+    LOST = "lost"
+    """There may have been some, and a restore has none of them."""
 
 
 class LineageKind(StrEnum):
@@ -346,8 +355,7 @@ class Snapshot:
     tree_digest: Digest
     """Names the content (path, type, mode, bytes, link target): what replay compares."""
     num_bytes: int = 0
-    process_state: str = "none"
-    """none, restarted or lost: what became of processes that were running."""
+    process_state: ProcessState = ProcessState.NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,8 +400,15 @@ class Trajectory:
         return self.header.id
 
 
+class _Hashed:
+    """Room for a content hash beside the fields of a carrier."""
+
+    __slots__ = ("_content_hash",)
+    _content_hash: Digest
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class TokenFrame:
+class TokenFrame(_Hashed):
     """Tokens [offset, offset + T) of one context, as a writer appends them."""
 
     id: TrajectoryId
@@ -422,9 +437,14 @@ class TokenFrame:
             raise ValueError(f"span start {starts[-1]} is beyond {count} tokens")
 
     def content_hash(self) -> Digest:
-        """blake3 over ids, mask and log-prob bits: what a ledger records."""
-        arrays = (self.token_ids, self.loss_mask, self.rollout_logprobs)
-        return digest_bytes(b"".join(np.ascontiguousarray(a).tobytes() for a in arrays))
+        """blake3 over ids, mask and log-prob bits: what a ledger records. Computed once."""
+        try:
+            return self._content_hash
+        except AttributeError:
+            arrays = (self.token_ids, self.loss_mask, self.rollout_logprobs)
+            found = digest_bytes(b"".join([each.tobytes() for each in arrays]))
+            object.__setattr__(self, "_content_hash", found)
+            return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -468,48 +488,35 @@ class PackedBatch:
     prefix_parent: Int32Array | None = None
 
 
-MARK = "$array"
-"""The only key of the JSON object that stands for an array: [dtype, count]."""
-
-
-@cache
-def _adapter(cls: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(cls)
-
-
 def to_plain(value: Any, cls: Any = None) -> JSON:
     """A carrier without arrays as plain JSON values."""
-    return _adapter(cast(Any, cls or type(value))).dump_python(value, mode="json")
+    return adapter(cast(Any, cls or type(value))).dump_python(value, mode="json")
 
 
 def from_plain(cls: type[T], value: JSON) -> T:
     """The inverse of `to_plain`. Raises UserInputError naming the field that does not fit."""
     try:
-        return cast(T, _adapter(cast(Any, cls)).validate_python(value))
+        return cast(T, adapter(cast(Any, cls)).validate_python(value))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise UserInputError(f"{cls.__name__}: {where}: {first['msg']}") from None
+        reason = first["msg"].removeprefix("Value error, ")
+        raise UserInputError(": ".join(filter(None, (_name(cls), where, reason)))) from None
+
+
+def _name(cls: Any) -> str:
+    return getattr(cls, "__name__", str(cls))
 
 
 def encode(value: Any, cls: Any = None) -> bytes:
-    """A carrier as bytes: uint32 head length, JSON head, then the arrays it names in order."""
-    arrays: list[Array] = []
+    """A carrier as bytes: uint32 head length, JSON head, then the arrays it names in order.
 
-    def lift(node: Any) -> JSON:
-        if isinstance(node, np.ndarray):
-            arrays.append(np.ascontiguousarray(node))
-            return {MARK: [node.dtype.str, len(node)]}
-        return os.fspath(node)
-
-    plain = _adapter(cast(Any, cls or type(value))).dump_python(value)
-    head = json.dumps(plain, default=lift)
-    # Besides the marks of arrays, only a text or a key of the carrier can have put a `"$` there.
-    if head.count('"$') != len(arrays):
-        arrays.clear()
-        head = json.dumps(_escaped(plain), default=lift)
-    packed = head.encode()
-    return b"".join([struct.pack("<I", len(packed)), packed, *(a.tobytes() for a in arrays)])
+    Byte strings travel like arrays. A set becomes a sorted list.
+    """
+    arrays: Arrays = []
+    head = writer(cast(Any, cls or type(value)))(value, arrays).encode()
+    parts = [each if isinstance(each, bytes) else each.tobytes() for each in arrays]
+    return b"".join([struct.pack("<I", len(head)), head, *parts])
 
 
 def decode(cls: type[T], data: bytes) -> T:
@@ -524,7 +531,13 @@ def decode(cls: type[T], data: bytes) -> T:
     def drop(node: JsonObject) -> Any:
         nonlocal position
         if MARK in node:
-            dtype, count = np.dtype(node[MARK][0]), node[MARK][1]
+            kind, count = node[MARK]
+            if kind == BYTES:
+                position += count
+                if not 0 <= count <= position <= len(data):
+                    raise ValueError(f"{count} bytes are not there")
+                return data[position - count : position]
+            dtype = np.dtype(kind)
             array = np.frombuffer(data, dtype, count, position)
             position += array.nbytes
             return array
@@ -536,10 +549,3 @@ def decode(cls: type[T], data: bytes) -> T:
     except (ValueError, TypeError, AttributeError) as error:
         raise UserInputError(f"{cls}: not an encoded carrier: {error}") from None
     return from_plain(cls, plain)
-
-
-def _escaped(node: Any) -> Any:
-    """Keys come from policies too: one that starts with the array mark must not become a mark."""
-    if isinstance(node, dict):
-        return {f"${k}" if k.startswith("$") else k: _escaped(item) for k, item in node.items()}
-    return [_escaped(item) for item in node] if isinstance(node, list | tuple) else node

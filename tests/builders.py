@@ -19,7 +19,7 @@ from k3rl.envs.tools import Tool, run_command
 from k3rl.rollout.episode import Episode, EpisodeParts
 from k3rl.rollout.scripted import ScriptedEngine
 from k3rl.rollout.worker import make_backend, make_renderer
-from k3rl.sandboxes.base import SandboxSpec
+from k3rl.sandboxes.spec import SandboxSpec
 from k3rl.store.host import StoreHost
 from k3rl.store.ledger import Ledger
 from k3rl.store.protocol import Ref
@@ -195,7 +195,7 @@ class Notes(ToolSession):
         await self.sandbox.backend.close(self.sandbox.id)
 
     def _wipe(self) -> None:
-        owner = self.sandbox.backend.scratch.owner
+        owner = self.sandbox.backend.backend.scratch.owner
         shutil.rmtree(owner)
         owner.touch()
 

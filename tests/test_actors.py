@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from k3rl import actors, errors
+from k3rl import actors, errors, proxy
 from k3rl import config as configs
 from k3rl.blobs import BlobStore
 from k3rl.learner.protocol import Trainer, UpdatePlan
@@ -35,11 +35,11 @@ def proxied(store):
 
     async def send(method, arguments):
         assert all(type(argument) is bytes for argument in arguments)
-        reply = await actors.answer(lambda: actors.serve(TrajectoryStore, store, method, arguments))
+        reply = await proxy.answer(lambda: proxy.serve(TrajectoryStore, store, method, arguments))
         assert type(reply) is bytes
         return reply
 
-    return actors.Proxy(TrajectoryStore, send)
+    return proxy.Proxy(TrajectoryStore, send)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -66,7 +66,7 @@ def test_errors_arrive_as_what_they_were(error):
         raise error
 
     with pytest.raises(type(error)) as caught:
-        actors.result(asyncio.run(actors.answer(fail)))
+        proxy.result(asyncio.run(proxy.answer(fail)))
     assert str(caught.value) == str(error)
     assert vars(caught.value) == vars(error)
 
@@ -76,16 +76,16 @@ def test_an_error_that_is_not_ours_is_not_hidden():
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        asyncio.run(actors.answer(fail))
+        asyncio.run(proxy.answer(fail))
 
 
 def test_a_proxy_has_the_contracts_methods_only():
-    proxy = proxied(SimpleNamespace())
-    assert isinstance(proxy, TrajectoryStore)
+    store = proxied(SimpleNamespace())
+    assert isinstance(store, TrajectoryStore)
     with pytest.raises(AttributeError):
-        _ = proxy.drop_everything
+        _ = store.drop_everything
     with pytest.raises(TypeError):
-        asyncio.run(proxy.pause("only one argument"))
+        asyncio.run(store.pause("only one argument"))
 
 
 @pytest.fixture(scope="module")
@@ -152,15 +152,15 @@ def test_calls_that_follow_a_message_wait_for_each_other():
 
     async def send_all(calls):
         messages.append([method for method, _ in calls])
-        return [actors.OK + method.encode() for method, _ in calls]
+        return [proxy.OK + method.encode() for method, _ in calls]
 
     async def later(together, method, delay_s):
         await asyncio.sleep(delay_s)
-        return actors.result(await together.send(method, []))
+        return proxy.result(await together.send(method, []))
 
     async def go():
         together = actors.Together(send_all, distance_s=0.5)
-        assert actors.result(await together.send("a", [])) == b"a"
+        assert proxy.result(await together.send("a", [])) == b"a"
         calls = [later(together, method, n / 100) for n, method in enumerate("bcd")]
         assert await asyncio.gather(*calls) == [b"b", b"c", b"d"]
         await asyncio.sleep(0.6)

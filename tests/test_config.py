@@ -48,7 +48,7 @@ def test_root_has_the_sections_of_the_design():
         ("rollout: {group_size: four}", "rollout.group_size: Input should be a valid integer"),
         ("seed: 1.5", "seed: Input should be a valid integer, got 1.5"),
         ("run: {ledger: 1}", "run.ledger: Input should be a valid boolean, got 1"),
-        ("sandbox: {backend: docker}", "backend: Input should be 'bwrap' or 'process'"),
+        ("sandbox: {backend: vm}", "should be 'bwrap', 'docker', 'landlock' or 'process'"),
         ("intensity: {levels: [medium]}", "levels.0: Input should be 'low', 'high' or 'max'"),
         ("objective: {log_ratio_sq_coef: {start: 1, end: 2}}", "log_ratio_sq_coef.steps: missing"),
         (

@@ -12,7 +12,7 @@ import pytest
 from k3rl import metrics
 from k3rl.cluster import LocalWorker
 from k3rl.controller import Controller
-from k3rl.errors import EngineError, StoreError
+from k3rl.errors import EngineError, StoreError, UserInputError
 from k3rl.rollout.worker import make_env
 from k3rl.store.audit import compare_ledger
 from k3rl.store.host import StoreHost
@@ -418,6 +418,15 @@ def test_a_finished_run_does_nothing_when_it_is_run_again(tmp_path):
     second, same_rows = run_in(tmp_path, *TWO_ITERATIONS)
     assert second.trajectories == first.trajectories
     assert same_rows == rows
+
+
+def test_a_run_does_not_go_on_with_another_tokenizer(tmp_path):
+    """What was played before would be trained on as other text."""
+    first, _ = run_in(tmp_path, *TWO_ITERATIONS, digests={"tokenizer": "old"})
+    with pytest.raises(UserInputError, match=r"its tokenizer digest is old, .* is new: use"):
+        run_in(tmp_path, *TWO_ITERATIONS, digests={"tokenizer": "new"})
+    again, _ = run_in(tmp_path, *TWO_ITERATIONS, digests={"tokenizer": "old", "harness": "new"})
+    assert again.trajectories == first.trajectories
 
 
 def test_a_group_that_was_begun_in_part_is_completed(tmp_path):

@@ -104,3 +104,41 @@ def test_permuted_rewards_keep_each_groups_rewards_and_change_their_places():
         assert sorted(m.reward for m in one) == sorted(m.reward for m in other)
         changed += [m.reward for m in one] != [m.reward for m in other]
     assert changed >= len(plain) - 2
+
+
+def test_groups_that_the_store_let_go_are_not_begun_again():
+    """As after a restart: the trainer says what it was trained on, the store has only the rest."""
+    first = groups_of()
+    ended = [finish(first, header, None if header.key.sample_index == 3 else 1.0)
+             for header in begin(first)]  # fmt: skip
+    before = first.num_finished()
+    second = [finish(first, header, 0.5) for header in begin_after(first, before)]
+    assert {t.header.key.group_index for t in second} == {2, 3}
+    trained = [t.id for t in (*ended, *second) if t.outcome.reward is not None]
+
+    def again(known):
+        groups = groups_of()
+        for trajectory in known:
+            groups.note(trajectory)
+        groups.consume(trained)
+        return groups
+
+    assert first.to_begin(1, before) == []
+    wanted = [header.key for header in first.to_begin(2, first.num_finished())]
+    # All of groups 0 and 1, one level of them, or all but one member that a pin kept.
+    low = [t for t in ended if t.header.key.level == "low"]
+    for known in (second, [*second, *low], [*second, ended[0]], []):
+        groups = again(known)
+        assert groups.num_finished() == first.num_finished()
+        assert groups.ready() == []
+        assert groups.to_begin(1, before) == []
+        following = groups.to_begin(2, groups.num_finished())
+        assert [header.key for header in following] == wanted
+        assert {key.group_index for key in wanted} == {4, 5}
+
+
+def begin_after(groups, finished_before):
+    headers = groups.to_begin(1, finished_before)
+    for header in headers:
+        groups.note(Trajectory(header, TrajectoryState.QUEUED, 0, 0))
+    return headers

@@ -10,17 +10,19 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 ROOT = Path(__file__).parents[1]
-LEAVES = {"types", "errors", "blobs"}
+LEAVES = {"types", "errors", "blobs", "wire"}
 # room -> what it may import of k3rl; the leaves and the room itself are always allowed.
 ARROWS = {
     "types": {"errors"},
     "errors": set(),
+    "wire": set(),
     "blobs": set(),
     "config": {"sections"},
     "sections": set(),
     "metrics": set(),
     "kernels": set(),
-    "sandboxes": set(),
+    "proxy": set(),
+    "sandboxes": {"proxy"},
     "envs": {"sandboxes"},
     "store": {"config"},
     "model": {"kernels"},
@@ -58,6 +60,9 @@ FENCED = {
     "vllm": {"rollout"},
     "redis": {"store"},
     "pyarrow": {"store"},
+    "duckdb": {"store"},
+    "pandas": set(),
+    "polars": set(),
     "gymnasium": {"envs"},
     "docker": {"sandboxes"},
     "reasoning_gym": {"envs"},
@@ -167,7 +172,7 @@ def test_importing_k3rl_loads_only_the_leaves() -> None:
     modules = run_python("import sys, k3rl; print('\\n'.join(sys.modules))").split()
     ours = {name for name in modules if name.startswith("k3rl")}
     assert ours == {
-        "k3rl", "k3rl.types", "k3rl.errors", "k3rl.envs", "k3rl.envs.registry",
+        "k3rl", "k3rl.types", "k3rl.errors", "k3rl.wire", "k3rl.envs", "k3rl.envs.registry",
     }  # fmt: skip
     heavy = {"torch", "ray", "gymnasium", "pyarrow", "redis", "transformers", "tensorboard"}
     assert not heavy & set(modules)

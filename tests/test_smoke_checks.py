@@ -66,12 +66,13 @@ def test_too_few_held_out_tasks_and_a_control_that_learns_are_seen():
 
 
 @pytest.mark.parametrize(
-    ("losses", "is_met"),
-    [([5, 4, 2, 1], True), ([4, 6, 3, 4.5], True), ([4, 4, 4, 4], False), ([5, 3, 4.5, 4], False)],
+    ("first", "last", "is_met"), [(4.0, 3.9, True), (4.0, 4.0, False), (4.0, 4.1, False)]
 )
-def test_fine_tuning_is_judged_by_the_means_of_its_halves(tmp_path, losses, is_met):
+def test_fine_tuning_is_judged_by_the_same_demonstrations(tmp_path, first, last, is_met):
     (tmp_path / "sft").mkdir()
-    rows = [json.dumps({metrics.SFT_LOSS: loss}) for loss in losses]
+    fixed = [{metrics.SFT_FIXED_LOSS: first}, {metrics.SFT_FIXED_LOSS: last}]
+    steps = [{metrics.SFT_LOSS: loss} for loss in (1.0, 2.0)]
+    rows = [json.dumps(row) for row in (fixed[0], *steps, fixed[1])]
     (tmp_path / "sft" / "metrics.jsonl").write_text("\n".join(rows))
     assert checks.sft_loss_falls(tmp_path).is_met == is_met
 

@@ -1,5 +1,10 @@
 """Carriers: rules they hold, and that they travel without loss."""
 
+import json
+import os
+import warnings
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -8,6 +13,7 @@ from hypothesis import strategies as st
 from k3rl.errors import CorruptData, UserInputError
 from k3rl.types import (
     Author,
+    FinishReason,
     Outcome,
     OutcomeKind,
     Span,
@@ -26,6 +32,7 @@ from k3rl.types import (
     philox,
     to_plain,
 )
+from k3rl.wire import adapter
 
 KEY = TrajectoryKey("run", "task", "low", 3, 1)
 
@@ -60,6 +67,7 @@ JSON_VALUES = st.recursive(
 
 @given(KEYS, JSON_VALUES)
 @example("$array", ["<i4", 5])
+@example("$array", ["bytes", 5])
 def test_carriers_of_text_and_json_survive_encoding(text, value):
     call = ToolCall("cat", {text: value}, 1)
     record = ToolRecord(call, ToolStatus.ERROR, text, "d", 0.5)
@@ -67,6 +75,22 @@ def test_carriers_of_text_and_json_survive_encoding(text, value):
     assert decode(Step, encode(step)) == step
     assert from_plain(Step, to_plain(step)) == step
     assert decode(list[Step], encode([step], list[Step])) == [step]
+
+
+@given(st.dictionaries(KEYS, st.binary(), max_size=4), st.lists(st.binary(), max_size=3))
+def test_bytes_and_sets_survive_encoding(files, parts):
+    both = tuple[dict[str, bytes], list[bytes]]
+    assert decode(both, encode((files, parts), both)) == (files, parts)
+    assert decode(bytes, encode(b"".join(parts))) == b"".join(parts)
+    authors = frozenset(Author)
+    assert decode(frozenset[Author], encode(authors, frozenset[Author])) == authors
+
+
+def test_bytes_that_are_cut_short_are_told():
+    data = encode(b"0123456789")
+    for end in range(len(data)):
+        with pytest.raises(UserInputError):
+            decode(bytes, data[:end])
 
 
 def test_every_field_of_a_key_changes_the_trajectory_id():
@@ -139,3 +163,21 @@ def test_corrupt_data_keeps_its_fields_when_rebuilt():
     rebuild, arguments = error.__reduce__()
     again = rebuild(*arguments)
     assert (again.file, again.offset, again.field, str(again)) == ("f", 12, "crc", str(error))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Step(3, 0, 5, finish_reason=FinishReason.STOP, env_state={"a": {"x": 1.0}, "b": []}),
+        Step(3, 0, 5, generate_s=2, act_s=float("nan"), snapshot_s=float("inf")),
+        Outcome(OutcomeKind.COMPLETED, float("nan"), {"a": 1.5, "b": 2}),
+        ToolCall("sh", {"cmd": "\ud800\u1234", "more": [None, True, 1e300]}, 1, raw="\udfff"),
+        Span(Path("no number"), Author.POLICY, 1, 1),
+    ],
+)
+def test_fields_are_written_as_pydantic_and_json_would(value):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        data, plain = encode(value), adapter(type(value)).dump_python(value)
+    size = int.from_bytes(data[:4], "little")
+    assert data[4 : 4 + size].decode() == json.dumps(plain, default=os.fspath)

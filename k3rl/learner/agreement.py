@@ -48,13 +48,11 @@ class TurnedRouting(Routing):
     turned: dict[int, list[int]] = field(default_factory=dict)
     """Rows of the batch by routed layer."""
 
-    def choose(self, scores: Tensor, bias: Tensor, top_k: int) -> Tensor:
-        """The experts [T, k] of the next layer, whose raw scores are [T, E]."""
-        layer = len(self._ids)
-        chosen = super().choose(scores, bias, top_k)
+    def turn(self, best: Tensor, layer: int) -> Tensor:
+        """The experts [T, k] among the k + 1 best [T, k + 1]."""
+        chosen = super().turn(best, layer).clone()
         if rows := self.turned.get(layer):
-            best = torch.topk(scores[rows] + bias, top_k + 1, dim=-1).indices
-            chosen[rows, top_k - 1] = best[:, top_k]
+            chosen[rows, -1] = best[rows, -1]
         return chosen
 
 

@@ -29,7 +29,7 @@ ADAM_EPS = 1e-8
 NORM_EPS = 1e-30
 """Keeps the zero matrix zero."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.(\w+)\.weight$")
-_ADAMW = re.compile(r"embed_tokens|lm_head|conv1d")
+_ADAMW = re.compile(r"embed_tokens|lm_head|conv1d|patch_embed")
 
 
 def orthogonalise(blocks: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def head_rows(config: ModelConfig, name: str) -> tuple[int, ...] | None:
     projection = found.group(2)
     if config.layer_kinds[int(found.group(1))] == "kda":
         return (config.kda.head_dim,) if projection in {"q_proj", "k_proj", "v_proj"} else None
-    if projection == "q_b_proj":
+    if projection in {"q_proj", "q_b_proj"}:
         return (config.mla.qk_head_dim,)
     if projection == "kv_b_proj":
         return (config.mla.qk_nope_head_dim, config.mla.v_head_dim)

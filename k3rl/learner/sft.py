@@ -22,7 +22,7 @@ from k3rl import metrics
 from k3rl.config import Config
 from k3rl.errors import EngineError, UserInputError
 from k3rl.learner.optim import Optimiser, Rates
-from k3rl.model.balance import balance
+from k3rl.model.balance import QuantileBalancer, routers
 from k3rl.model.model import K3Model
 from k3rl.model.routing import Routing
 from k3rl.sections import OptimiserConfig, value_at
@@ -141,17 +141,17 @@ class SftLearner:
         self.model, self.optimiser = model, optimiser
         self.micro_batch_tokens, self.max_grad_norm = micro_batch_tokens, max_grad_norm
         self.effort_probe = effort_probe
+        self._balancer = QuantileBalancer.of(model) if routers(model) else None
         generator = torch.Generator().manual_seed(PROBE_SEED)
         rows = torch.randn(model.config.hidden_size, NUM_EFFORTS, generator=generator)
         self._probe = torch.linalg.qr(rows).Q.T  # [levels, d], orthonormal
 
     def step(self, batch: Sequence[Demonstration], rates: Rates) -> SftStats:
-        """One optimiser step on a batch, then one update of the router biases.
+        """One optimiser step on a batch, then one update of the router biases (`balance`).
 
         Raises EngineError when the loss or a gradient is not finite; weights are then unchanged.
         """
         num_policy_tokens = sum(int(each.loss_mask.sum()) for each in batch)
-        scores: list[Tensor] = []
         loss = probe_loss = 0.0
         self.optimiser.zero_grad()
         for part in passes(batch, self.micro_batch_tokens):
@@ -161,15 +161,29 @@ class SftLearner:
             torch.autograd.backward(total)
             loss += float(summed.detach()) / num_policy_tokens
             probe_loss += float(probed.detach()) / num_policy_tokens
-            scores.append(routing.scores)
+            if not math.isfinite(loss):
+                break
+            if self._balancer is not None:
+                self._balancer.observe(routing.scores)
         gradient_norm = self._clip()
         if not math.isfinite(loss + gradient_norm):
+            if self._balancer is not None:
+                self._balancer.discard()
             raise EngineError(f"fine-tuning: loss {loss}, gradient norm {gradient_norm}")
         self.optimiser.step(rates)
         self.optimiser.zero_grad()
-        balance(self.model, torch.cat(scores))
+        if self._balancer is not None:
+            self._balancer.step()
         num_tokens = sum(len(each.token_ids) for each in batch)
         return SftStats(loss, gradient_norm, probe_loss, num_tokens, num_policy_tokens)
+
+    @torch.no_grad()
+    def loss(self, demonstrations: Sequence[Demonstration]) -> float:
+        """Nats per policy token, without a step."""
+        summed = 0.0
+        for part in passes(demonstrations, self.micro_batch_tokens):
+            summed += float(self._losses(part, Routing.record())[0])
+        return summed / sum(int(each.loss_mask.sum()) for each in demonstrations)
 
     def _losses(self, part: Sequence[Demonstration], routing: Routing) -> tuple[Tensor, Tensor]:
         """Cross-entropy of the policy tokens of one pass, and of their level; both summed."""

@@ -14,8 +14,9 @@ import numpy as np
 from k3rl.envs.base import StepResult, ToolEnv
 from k3rl.errors import UserInputError
 from k3rl.rollout.renderer import Renderer
-from k3rl.sandboxes.base import Sandbox, SandboxBackend, SandboxSpec
-from k3rl.store.protocol import Ref
+from k3rl.sandboxes.base import Sandbox, SandboxBackend
+from k3rl.sandboxes.spec import SandboxSpec
+from k3rl.store.protocol import Ref, check_digests
 from k3rl.store.reader import StoreReader
 from k3rl.types import Digest, Int32Array, Step, Trajectory
 
@@ -63,7 +64,9 @@ async def replay(
     environment or tokenizer than the ones given.
     """
     trajectory = reader.get(trajectory_id)
-    _check_digests(trajectory, env, renderer)
+    if not trajectory.steps:
+        raise UserInputError(f"trajectory {trajectory.id} has no committed step to replay")
+    check_digests(trajectory.header, {"env": env.spec.digest, "tokenizer": renderer.digest})
     opening, *steps = trajectory.steps
     assert opening.snapshot_after is not None
     tokens = reader.read(Ref(trajectory.id)).token_ids
@@ -83,18 +86,6 @@ async def replay(
         await env.close()
         await backend.close(sandbox_id)
     return ReplayReport(trajectory, tuple(verdicts))
-
-
-def _check_digests(trajectory: Trajectory, env: ToolEnv, renderer: Renderer) -> None:
-    if not trajectory.steps:
-        raise UserInputError(f"trajectory {trajectory.id} has no committed step to replay")
-    stored = trajectory.header.digests
-    for name, present in (("env", env.spec.digest), ("tokenizer", renderer.digest)):
-        if stored.get(name, present) != present:
-            raise UserInputError(
-                f"trajectory {trajectory.id}: its {name} digest is {stored[name][:12]}, this"
-                f" installation's is {present[:12]}: replay with the version that made it"
-            )
 
 
 def _turn_end(step: Step, tokens: Int32Array, renderer: Renderer) -> int:

@@ -24,7 +24,8 @@ from k3rl.envs.base import StepResult, ToolEnv
 from k3rl.errors import GraderError, SandboxError, UncapturableTree
 from k3rl.rollout.engine import Delta, GenerateRequest, RolloutEngine, SamplingLaw
 from k3rl.rollout.renderer import Renderer
-from k3rl.sandboxes.base import Sandbox, SandboxBackend, SandboxSpec
+from k3rl.sandboxes.base import Sandbox, SandboxBackend
+from k3rl.sandboxes.spec import SandboxSpec
 from k3rl.store.ledger import Ledger
 from k3rl.store.protocol import Ack, Claim, StepFrame, TrajectoryStore
 from k3rl.types import (

@@ -22,8 +22,11 @@ from k3rl.rollout.episode import Episode, EpisodeParts
 from k3rl.rollout.renderer import Renderer
 from k3rl.rollout.scripted import ScriptedEngine
 from k3rl.rollout.tokenizer import NanoTokenizer
-from k3rl.sandboxes.base import Capability, SandboxBackend, SandboxSpec
+from k3rl.sandboxes.admission import AdmissionLimits, PoolLimits
+from k3rl.sandboxes.base import SandboxBackend
 from k3rl.sandboxes.factory import open_backend
+from k3rl.sandboxes.pool import Pool
+from k3rl.sandboxes.spec import Capability, SandboxSpec
 from k3rl.store.ledger import Ledger
 from k3rl.store.protocol import Claim, TrajectoryStore
 from k3rl.types import JsonObject, TrajectoryId
@@ -72,11 +75,13 @@ class RolloutWorker:
                 await self._claim_some(worker_id, parts)
         finally:
             beat.cancel()
-            await self._cancel_all()
-            await engine.aclose()
-            await backend.aclose()
-            if parts.ledger is not None:
-                parts.ledger.close()
+            try:
+                await self._cancel_all()
+                await engine.aclose()
+            finally:  # a cancellation must not leave sandboxes and their pool behind
+                await backend.aclose()
+                if parts.ledger is not None:
+                    parts.ledger.close()
 
     async def pause(self) -> None:
         """Stop claiming and give everything back as paused; returns when all is given back."""
@@ -229,9 +234,19 @@ def max_context_tokens(config: Config) -> int:
 
 
 def make_backend(config: Config) -> SandboxBackend:
-    """The config's sandbox backend over the run's blobs."""
+    """The config's sandbox backend over the run's blobs, behind a pool."""
     folder = config.run_folder
     scratch = Path(config.sandbox.scratch) if config.sandbox.scratch else folder / "scratch"
     blobs = BlobStore(folder / "store" / "blobs")
     settings = config.sandbox
-    return open_backend(settings.backend, blobs, scratch, settings.allow_unconfined)
+    backend = open_backend(settings.backend, blobs, scratch, settings.allow_unconfined)
+    pool = settings.pool
+    admission = AdmissionLimits(
+        max_sandboxes=pool.max_sandboxes,
+        reserve_bytes=pool.reserve_bytes,
+        wait_s=pool.admission_wait_s,
+    )
+    limits = PoolLimits(
+        admission, num_warm=pool.num_warm, idle_pause_s=pool.idle_pause_s, lease_s=pool.lease_s
+    )
+    return Pool(backend, limits)

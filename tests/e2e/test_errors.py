@@ -60,7 +60,8 @@ def test_full_disk(user):
     try:
         scratch = user.folder / "scratch"
         overrides = ["rollout.num_groups=64", f"sandbox.scratch={scratch}"]
-        line = the_line(user.train(*overrides, "metrics.tensorboard=false", code=2))
+        overrides += ["store.min_free_bytes=0", "metrics.tensorboard=false"]
+        line = the_line(user.train(*overrides, code=2))
         assert "No space left on device" in line
     finally:
         subprocess.run(["umount", "-l", str(runs)], check=True)

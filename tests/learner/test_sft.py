@@ -129,10 +129,11 @@ def test_the_probe_makes_levels_tell(weight):
         assert losses[-1] > 0.5
 
 
-def test_a_step_that_is_not_finite_changes_nothing():
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_a_step_that_is_not_finite_changes_nothing(name):
     one, batch = learner(), demonstrations(4)
     with torch.no_grad():
-        one.model.lm_head.weight[0, 0] = float("nan")
+        one.model.get_parameter(name)[:, 0] = float("nan")
     before = {name: value.clone() for name, value in one.model.state_dict().items()}
     with pytest.raises(EngineError, match="loss nan"):
         one.step(batch, RATES)

@@ -282,13 +282,13 @@ async def test_the_context_limit_counts_every_token(bench):
 
 @in_bench
 async def test_the_time_limit_counts_live_time_only(bench):
-    """Time spent paused is not live; what earlier claims used is: 0.4 + 0.4 > 0.7 s."""
-    header = await bench.begin(notes(), limits=limits(max_time_s=0.7))
-    env = notes(note_s=0.4)
+    """Time spent paused is not live; what earlier claims used is: 1.1 + 1.1 > 2 s."""
+    header = await bench.begin(notes(), limits=limits(max_time_s=2.0))
+    env = notes(note_s=1.1)
     await paused_in_a_call(bench.episode(await bench.claim(), env, "endless"), env)
-    await asyncio.sleep(0.8)
+    await asyncio.sleep(2.1)
     await bench.store.requeue_paused()
-    outcome = await bench.episode(await bench.claim(), notes(note_s=0.4), "endless").run()
+    outcome = await bench.episode(await bench.claim(), notes(note_s=1.1), "endless").run()
     assert outcome.kind is OutcomeKind.TRUNCATED
     assert outcome.cause is TruncationCause.TIME
     assert outcome.reward == 0.0
@@ -374,7 +374,7 @@ async def test_a_sandbox_lost_in_a_tool_or_in_the_grader_is_an_infra_fault(bench
 @in_bench
 async def test_a_workspace_whose_folders_vanish_is_an_infra_fault(bench):
     stored = await bench.play(notes(wipe=True), "crasher")
-    bench.backend.scratch.owner.unlink()
+    bench.backend.backend.scratch.owner.unlink()
     assert stored.outcome.kind is OutcomeKind.INFRA_FAULT
     assert (stored.outcome.reward, len(stored.steps)) == (None, 2)
 
@@ -382,7 +382,7 @@ async def test_a_workspace_whose_folders_vanish_is_an_infra_fault(bench):
 @in_bench
 async def test_a_sandbox_that_cannot_be_closed_costs_nobody_a_known_outcome(bench):
     stored = await bench.play(notes(grader="wipes"), "writer")
-    bench.backend.scratch.owner.unlink()
+    bench.backend.backend.scratch.owner.unlink()
     assert stored.outcome.kind is OutcomeKind.COMPLETED
     assert stored.outcome.reward == 1.0
 
