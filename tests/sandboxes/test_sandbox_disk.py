@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from k3rl.errors import SandboxError, UserInputError
-from k3rl.sandboxes import disk
+from k3rl.sandboxes import disk, probe
 from k3rl.sandboxes.base import ExecRequest, run
 from k3rl.sandboxes.files import trees
 from k3rl.sandboxes.files.weights import HELD_FOLDERS, Moved, Stopped, Weight, weigh
-from k3rl.sandboxes.spec import MIB, SandboxLimits, SandboxSpec
+from k3rl.sandboxes.spec import MIB, Capability, SandboxLimits, SandboxSpec
 from tests.sandboxes.sandbox_helpers import ANY, play, reachable_bwrap, sh
 
 REPOSITORY = Path(__file__).parents[2]
@@ -268,6 +268,19 @@ def test_a_name_that_has_become_a_link_is_not_lent_permission(tmp_path):
         assert (tmp_path / "closed").stat().st_mode & 0o777 == 0o500
     finally:
         os.close(handle)
+
+
+@pytest.mark.parametrize(("alone_s", "is_found"), [(3, True), (0.2, False)])
+def test_the_probe_tries_a_late_watch_again(tmp_path, monkeypatch, alone_s, is_found):
+    monkeypatch.setattr(disk.DiskWatch, "_is_suspect", lambda self, run: False)
+    monkeypatch.setattr(disk, "REVIEW_S", 1.0)
+    monkeypatch.setattr(probe, "FULL_S", 0.2)
+    monkeypatch.setattr(probe, "LONG_FULL_S", alone_s)
+
+    async def body(backend):
+        assert (Capability.DISK_LIMIT in await backend.capabilities()) == is_found
+
+    play("bwrap", tmp_path, body)
 
 
 def test_limits_that_are_none_are_refused_by_name():
