@@ -8,6 +8,7 @@ or restores it, snapshots it at every step end, and closes it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -28,6 +29,10 @@ from k3rl.types import (
     to_plain,
 )
 
+REWARD_PARTS = ("correct", "complete", "num_steps", "format")
+"""What every environment reports; one may report more."""
+MAX_NORMALISERS = 5
+
 
 @dataclass(frozen=True, slots=True)
 class EnvSpec:
@@ -40,11 +45,33 @@ class EnvSpec:
     kwargs: JsonObject = field(default_factory=dict)
     nondeterministic: bool = False
     """True: replay may differ for reasons outside the trajectory."""
+    reward: dict[str, float] = field(default_factory=lambda: {"correct": 1.0})
+    """The reward is the sum of these parts, each times its weight."""
 
     @property
     def digest(self) -> Digest:
         """Content hash of the spec."""
         return digest_json(to_plain(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Normaliser:
+    """What of the tools' outputs differs from run to run, and what the policy reads instead.
+
+    It is applied before anyone reads an output, so that transcripts and replays compare exactly.
+    `hides` are two texts that it must make equal, `keeps` two that it must not: the checker tries.
+    """
+
+    name: str
+    pattern: str
+    """A regular expression, searched for in whole outputs."""
+    replacement: str
+    hides: tuple[str, str]
+    keeps: tuple[str, str]
+
+    def apply(self, text: str) -> str:
+        """`text` with every match replaced."""
+        return re.sub(self.pattern, self.replacement, text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +100,8 @@ class ToolEnv(Protocol):
     spec: EnvSpec
     tools: tuple[ToolSpec, ...]
     sandbox_spec: SandboxSpec
+    normalisers: tuple[Normaliser, ...]
+    """At most `MAX_NORMALISERS`."""
 
     def task(self, split: str, index: int) -> Task:
         """The `index`-th task of a split. Equal arguments give equal tasks in any process.

@@ -14,7 +14,7 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -38,6 +38,8 @@ class _Entry:
     policies: Mapping[str, Any] = field(default_factory=dict)
     """Name to ScriptedPolicy, or to `module:function`."""
     kwargs: JsonObject = field(default_factory=dict)
+    cheats: Mapping[str, Any] = field(default_factory=dict)
+    """Likewise; policies that must get nothing."""
     nondeterministic: bool = False
     loaded: type | None = None
     """The class itself where it registered itself by the decorator."""
@@ -71,20 +73,23 @@ class Registry:
         id: str,
         entry_point: str | None = None,
         policies: Mapping[str, ScriptedPolicy | str] | None = None,
+        cheats: Mapping[str, ScriptedPolicy | str] | None = None,
         nondeterministic: bool = False,
         **kwargs: Any,
     ) -> Callable[[_Class], _Class]:
         """Add an environment; with `entry_point` (module:Class) by call, without as a decorator.
 
         `policies` maps oracle, random, null and any other name to a ScriptedPolicy or to its
-        `module:function`. `kwargs` are JSON and go to the class when it is made. Raises EnvError
-        for a bad id, one that is taken, or a version below one that is registered.
+        `module:function`. `cheats` are policies that must never be rewarded, by what they try; the
+        checker plays all of them. `kwargs` are JSON and go to the class when it is made.
+        Raises EnvError for a bad id, one that is taken, or a version below one that is registered.
         """
         _check_kwargs(id, kwargs)
 
         def add(entry_point: str, loaded: type | None = None) -> None:
-            named = dict(policies or {})
-            self._add(_Entry(id, entry_point, named, dict(kwargs), nondeterministic, loaded))
+            named, tried = dict(policies or {}), dict(cheats or {})
+            settings = dict(kwargs)
+            self._add(_Entry(id, entry_point, named, settings, tried, nondeterministic, loaded))
 
         def decorate(cls: _Class) -> _Class:
             if entry_point is not None:
@@ -103,18 +108,26 @@ class Registry:
             warnings.warn(problem, RuntimeWarning, stacklevel=2)
         return sorted(self._entries)
 
-    def spec(self, id: str, **kwargs: Any) -> EnvSpec:
-        """What is registered under an id, `kwargs` replacing its own. Imports no environment."""
+    def spec(
+        self, id: str, /, *, reward: Mapping[str, float] | None = None, **kwargs: Any
+    ) -> EnvSpec:
+        """What is registered under an id, `kwargs` replacing its own. Imports no environment.
+
+        `reward` weighs the parts of the reward; see `EnvSpec.reward`.
+        """
         from k3rl.envs.base import EnvSpec
 
         entry = self._find(id)
         _check_kwargs(id, kwargs)
         merged = json.loads(json.dumps({**entry.kwargs, **kwargs}))
-        return EnvSpec(entry.id, entry.entry_point, merged, entry.nondeterministic)
+        plain = EnvSpec(entry.id, entry.entry_point, merged, entry.nondeterministic)
+        return replace(plain, reward=dict(reward)) if reward else plain
 
-    def make(self, id: str, **kwargs: Any) -> ToolEnv:
+    def make(
+        self, id: str, /, *, reward: Mapping[str, float] | None = None, **kwargs: Any
+    ) -> ToolEnv:
         """A new, single-use session object. Raises EnvError naming the id and what is wrong."""
-        spec = self.spec(id, **kwargs)
+        spec = self.spec(id, reward=reward, **kwargs)
         entry = self._find(id)
         cls = entry.loaded or _load(id, entry.entry_point)
         try:
@@ -123,9 +136,17 @@ class Registry:
             raise EnvError(f"{id}: {entry.entry_point} cannot be made: {error}") from None
         return cast("ToolEnv", cls(spec, **spec.kwargs))
 
+    def cheats(self, id: str) -> list[str]:
+        """What the known cheats of an environment try; `policy` gives one by `cheat/<name>`."""
+        return sorted(self._find(id).cheats)
+
     def policy(self, id: str, name: str) -> ScriptedPolicy:
         """A scripted policy of an environment. Raises EnvError naming those that it has."""
-        policies = self._find(id).policies
+        entry = self._find(id)
+        policies = {
+            **entry.policies,
+            **{f"cheat/{each}": entry.cheats[each] for each in entry.cheats},
+        }
         if name not in policies:
             has = ", ".join(sorted(policies)) or "none"
             raise EnvError(f"{id}: no policy {name!r}, it has: {has}")
@@ -196,4 +217,5 @@ register = _registry.register
 ids = _registry.ids
 spec = _registry.spec
 make = _registry.make
+cheats = _registry.cheats
 policy = _registry.policy

@@ -1,21 +1,23 @@
 """What environments share: one session's life, the dispatch of calls, the splits.
 
-A subclass says what the world is (`task`, `files`, `observe`, `make_tools`) and what a right answer
-is (`is_correct`); everything that could differ by accident between environments is here. A session
-ends when something calls `finish`. Limits on turns, tokens and time are the episode's business.
+A subclass says what the world is (`task`, `files`, `observe`, `make_tools`) and what is right: an
+answer (`is_correct`) or a final state (`judge`, in a fork of the sandbox); everything that could
+differ by accident between environments is here. A session ends when something calls `finish`.
+Limits on turns, tokens and time are the episode's business.
 """
 
 from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
 
-from k3rl.envs.base import EnvSpec, Observation, StepResult
+from k3rl.envs.base import EnvSpec, Normaliser, Observation, StepResult
 from k3rl.envs.tools import Tool, ToolOutput, answer, check_call, run_call
-from k3rl.errors import EnvError, GraderError, UserInputError
+from k3rl.errors import EnvError, GraderError, SandboxError, UserInputError
 from k3rl.sandboxes.base import Sandbox
 from k3rl.sandboxes.spec import SandboxSpec
 from k3rl.types import (
@@ -83,6 +85,7 @@ class ToolSession(ABC):
     """Base of tool environments; keeps the `ToolEnv` contract for its subclasses."""
 
     sandbox_spec: SandboxSpec = SandboxSpec()
+    normalisers: tuple[Normaliser, ...] = ()
 
     def __init__(self, spec: EnvSpec) -> None:
         """`spec` is what the registry holds for this environment, its kwargs filled in."""
@@ -109,9 +112,31 @@ class ToolSession(ABC):
     def observe(self, task: Task) -> Observation:
         """What the policy reads first."""
 
-    @abstractmethod
     def is_correct(self, task: Task, answer: str) -> bool:
-        """Whether `answer` solves `task`. An exception here becomes a GraderError."""
+        """Whether `answer` solves `task`; for environments that are judged by their answer."""
+        raise NotImplementedError(f"{type(self).__name__} has neither is_correct nor judge")
+
+    async def judge(self, task: Task) -> Mapping[str, float]:
+        """The reward part `correct`, and further ones of the environment's own.
+
+        By default the answer's. One that judges the final state looks into `final_fork()`, never
+        into what the policy says. An exception becomes a GraderError, but for SandboxError.
+        """
+        answer = self.progress.answer
+        return {"correct": float(answer is not None and self.is_correct(task, answer))}
+
+    @asynccontextmanager
+    async def final_fork(self) -> AsyncIterator[Sandbox]:
+        """A sandbox with the final state's files and none of its processes; closed afterwards.
+
+        Whatever a verifier adds there no tool of the session has ever seen.
+        """
+        backend = self.sandbox.backend
+        (fork,) = await backend.fork(self.sandbox.id, 1)
+        try:
+            yield Sandbox(backend, fork)
+        finally:
+            await backend.close(fork)
 
     def no_calls(self, message: Message) -> str:
         """Take a message without tool calls: `finish`, or return a nudge for the policy.
@@ -179,9 +204,14 @@ class ToolSession(ABC):
         call = copy.deepcopy(call)
         problem = check_call(self._tools, call)
         if problem is None:
-            return await run_call(self._tools[call.tool], call)
+            return await run_call(self._tools[call.tool], call, self._normalise)
         self.progress.is_well_formed = False
         return answer(call, ToolOutput(problem, ToolStatus.ERROR))
+
+    def _normalise(self, output: str) -> str:
+        for normaliser in self.normalisers:
+            output = normaliser.apply(output)
+        return output
 
     def state(self) -> JsonObject:
         """`SessionState` as plain JSON, sharing nothing with the session."""
@@ -193,19 +223,21 @@ class ToolSession(ABC):
         if self._task is None:
             raise EnvError(f"{self.spec.id}: grade before open")
         progress = self.progress
-        correct = 0.0
-        if progress.answer is not None:
-            try:
-                correct = float(self.is_correct(self._task, progress.answer))
-            except Exception as error:
-                raise GraderError(f"{self.spec.id}: grading failed: {error!r}") from error
         parts = {
-            "correct": correct,
             "complete": float(progress.is_over and progress.answer is not None),
             "num_steps": float(progress.num_turns),
             "format": float(progress.is_well_formed),
         }
-        return Outcome(OutcomeKind.COMPLETED, reward=correct, reward_parts=parts)
+        try:
+            parts |= await self.judge(self._task)
+            reward = sum(weight * parts[name] for name, weight in self.spec.reward.items())
+        except (GraderError, SandboxError):
+            raise
+        except KeyError as error:
+            raise GraderError(f"{self.spec.id}: no reward part {error}: {sorted(parts)}") from error
+        except Exception as error:
+            raise GraderError(f"{self.spec.id}: grading failed: {error!r}") from error
+        return Outcome(OutcomeKind.COMPLETED, reward=reward, reward_parts=parts)
 
     async def close(self) -> None:
         """Let go of the sandbox, which is the episode's to close. Closing twice is fine."""

@@ -15,7 +15,7 @@ import math
 import time
 import typing
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from k3rl.errors import EnvError
@@ -149,8 +149,13 @@ def _is_unicode(value: str) -> bool:
     return True
 
 
-async def run_call(tool: Tool, call: ToolCall) -> tuple[ToolResult, ToolRecord]:
-    """Carry out a call that `check_call` passed. Raises SandboxError on infrastructure failure."""
+async def run_call(
+    tool: Tool, call: ToolCall, normalise: Callable[[str], str] = str
+) -> tuple[ToolResult, ToolRecord]:
+    """Carry out a call that `check_call` passed; `normalise` changes its output before it is read.
+
+    Raises SandboxError on infrastructure failure.
+    """
     start = time.perf_counter()
     limit = asyncio.timeout(tool.deadline_s)
     try:
@@ -162,6 +167,7 @@ async def run_call(tool: Tool, call: ToolCall) -> tuple[ToolResult, ToolRecord]:
         output = _timeout(tool.deadline_s or 0.0)
     if isinstance(output, str):
         output = ToolOutput(output)
+    output = replace(output, content=normalise(output.content))
     return answer(call, output, time.perf_counter() - start)
 
 

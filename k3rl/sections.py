@@ -116,6 +116,9 @@ class EnvConfig(Section):
     """Share of groups, relative to the other environments."""
     budget_multiplier: dict[Level, Number] = {}
     """In place of `intensity.budget_multiplier`, for levels named here: K3 sets it per domain."""
+    reward: dict[str, float] = {}
+    """Weights of the reward's parts (correct, complete, num_steps, format and the environment's
+    own); none: the part `correct` alone."""
     kwargs: dict[str, Any] = {}
 
 

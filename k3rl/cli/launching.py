@@ -36,7 +36,7 @@ def check_envs(settings: Config) -> None:
     from k3rl.envs import registry
 
     for env in settings.envs:
-        registry.make(env.id, **env.kwargs)
+        registry.make(env.id, reward=env.reward, **env.kwargs)
         if settings.engine.kind == "scripted":
             for policy in settings.engine.policies:
                 registry.policy(env.id, policy)

@@ -193,7 +193,7 @@ def make_env(config: Config, env_id: str) -> ToolEnv:
     """A fresh session of one of the config's environments."""
     for env in config.envs:
         if env.id == env_id:
-            return registry.make(env_id, **env.kwargs)
+            return registry.make(env_id, reward=env.reward, **env.kwargs)
     raise ConfigError(f"environment {env_id} is not in the config's envs")
 
 
