@@ -133,7 +133,7 @@ class PoolConfig(Section):
     """How each rollout worker's pool treats its sandboxes; times in seconds."""
 
     max_sandboxes: Annotated[int, Field(ge=1)] = 1024
-    """Alive at the same time; further ones wait for room."""
+    """Alive at the same time, beside one fork of each for grading; further ones wait for room."""
     num_warm: Annotated[int, Field(ge=0)] = 0
     """Most started ones that wait for another trajectory of the same task."""
     reserve_bytes: Annotated[int, Field(ge=0)] = 1 << 30

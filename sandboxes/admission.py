@@ -12,6 +12,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -32,7 +33,7 @@ class AdmissionLimits:
     """When a sandbox has to wait. Sizes in bytes, times in seconds."""
 
     max_sandboxes: int = 1024
-    """Alive at the same time, those in the warm pool included."""
+    """Alive at the same time, those in the warm pool included, but for one fork of each."""
     max_starting: int = max(2, os.cpu_count() or 1)
     """Starting at the same time: more would only make each of them slower."""
     reserve_bytes: int = 1024 * MIB
@@ -144,10 +145,13 @@ class Admission:
         self.starting = asyncio.Semaphore(limits.max_starting)
         """Held while a sandbox starts."""
 
-    def shortage(self, max_processes: int) -> str | None:
-        """Why a sandbox of that process limit cannot be let in now; None when it can."""
+    def shortage(self, max_processes: int, is_extra: bool = False) -> str | None:
+        """Why a sandbox of that process limit cannot be let in now; None when it can.
+
+        How many are in does not matter for an extra one.
+        """
         limits = self.limits
-        if self.num_in >= limits.max_sandboxes:
+        if not is_extra and self.num_in >= limits.max_sandboxes:
             return f"{self.num_in} sandboxes are alive, as many as may be"
         now = time.monotonic()
         while self._young and now - self._young[0] > YOUNG_S:
@@ -160,20 +164,25 @@ class Admission:
             return f"{left.free_processes} process numbers are free"
         return None
 
-    async def enter(self, max_processes: int, relieve: Callable[[], Awaitable[bool]]) -> None:
-        """Wait in line for room; `leave` gives it back.
+    async def enter(
+        self,
+        max_processes: int,
+        relieve: Callable[[], Awaitable[bool]],
+        is_extra: bool = False,
+    ) -> None:
+        """Wait in line for room; `leave` gives it back. An extra one passes the line and need not.
 
         While there is none, `relieve` is asked to free something and tells whether it did. Raises
         SandboxError with the shortage after `wait_s`.
         """
         limit = time.monotonic() + self.limits.wait_s
-        async with self._line:
-            while (why := self.shortage(max_processes)) is not None:
+        async with nullcontext() if is_extra else self._line:
+            while (why := self.shortage(max_processes, is_extra)) is not None:
                 if time.monotonic() > limit:
                     raise SandboxError(f"no room for a sandbox in {self.limits.wait_s} s: {why}")
                 if not await relieve():
                     await asyncio.sleep(LOOK_S)
-            self.num_in += 1
+            self.num_in += not is_extra
             self._young.append(time.monotonic())
 
     def leave(self) -> None:

@@ -51,6 +51,10 @@ class _Lent:
     """Paused by the pool."""
     is_paused: bool = False
     """Paused by its owner."""
+    host: _Lent | None = None
+    """Whose extra place it has."""
+    has_extra: bool = False
+    """A fork of it has its extra place."""
     start: asyncio.Task[None] | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while it is paused or resumed."""
@@ -88,21 +92,43 @@ class Pool:
         return await self._take(self._of_snapshot(spec, snapshot))
 
     async def fork(self, sandbox_id: SandboxId, n: int) -> list[SandboxId]:
-        """New ones when there is room for all."""
-        async with self._call(sandbox_id):
-            num_in = 0
+        """New ones when there is room for all.
+
+        One fork of each sandbox need not wait for others to end: who is to end by it, such as a
+        session that is graded in it, would hold its own place and wait for ever.
+        """
+        async with self._call(sandbox_id) as host:
+            hosts: list[_Lent | None] = []
             try:
                 for _ in range(n):
-                    await self.admission.enter(0, self._relieve)
-                    num_in += 1
+                    hosts.append(await self._enter_fork(host))
                 twins = await self.backend.fork(sandbox_id, n)
             except BaseException:
-                for _ in range(num_in):
-                    self.admission.leave()
+                for each in hosts:
+                    self._leave(each)
                 raise
-        for twin in twins:
-            self._lend(twin)
+        for twin, each in zip(twins, hosts, strict=True):
+            self._lend(twin).host = each
         return twins
+
+    async def _enter_fork(self, host: _Lent | None) -> _Lent | None:
+        """The sandbox whose extra place it got, if one did."""
+        if host is None or host.has_extra or host.host is not None:
+            await self.admission.enter(0, self._relieve)
+            return None
+        host.has_extra = True
+        try:
+            await self.admission.enter(0, self._relieve, is_extra=True)
+        except BaseException:
+            host.has_extra = False
+            raise
+        return host
+
+    def _leave(self, host: _Lent | None) -> None:
+        if host is None:
+            self.admission.leave()
+        else:
+            host.has_extra = False
 
     async def warm(
         self, spec: SandboxSpec, n: int, content: Mapping[str, bytes] | Snapshot | None = None
@@ -211,8 +237,9 @@ class Pool:
 
     async def close(self, sandbox_id: SandboxId) -> None:
         """Kill what runs and free its files and its room."""
-        if self._lent.pop(sandbox_id, None) is not None:
-            self.admission.leave()
+        lent = self._lent.pop(sandbox_id, None)
+        if lent is not None:
+            self._leave(lent.host)
         await self.backend.close(sandbox_id)
 
     async def reap(self) -> list[str]:

@@ -194,10 +194,51 @@ def test_no_more_than_max_sandboxes_are_alive(tmp_path):
         await pool.close(held[0])
         assert (await sh(pool, await waiting, "echo in")).stdout == b"in\n"
         with pytest.raises(SandboxError, match=r"no room for a sandbox in 0.6 s: 2 .* are alive"):
-            await pool.fork(held[1], 1)
+            await pool.create(ANY)
         assert pool.admission.num_in == 2
 
     few = AdmissionLimits(max_sandboxes=2, wait_s=0.6)
+    play(tmp_path, body, PoolLimits(few))
+
+
+def test_each_sandbox_may_have_one_fork_when_the_pool_is_full(tmp_path):
+    """All of them end by being graded in a fork, while others wait in line for their places."""
+
+    async def graded(pool, held):
+        (twin,) = await pool.fork(held, 1)
+        assert (await sh(pool, twin, "echo in")).stdout == b"in\n"
+        with pytest.raises(SandboxError, match="2 sandboxes are alive"):
+            await pool.fork(twin, 1)
+        with pytest.raises(SandboxError, match="2 sandboxes are alive"):
+            await pool.fork(held, 1)
+        await pool.close(twin)
+        (again,) = await pool.fork(held, 1)
+        await pool.close(again)
+
+    async def body(pool):
+        held = [await pool.create(ANY) for _ in range(2)]
+        waiting = asyncio.ensure_future(pool.create(ANY))
+        await asyncio.gather(*(graded(pool, each) for each in held))
+        with pytest.raises(SandboxError, match="no room"):
+            await waiting
+        for each in held:
+            await pool.close(each)
+        assert pool.admission.num_in == 0
+
+    few = AdmissionLimits(max_sandboxes=2, wait_s=0.3)
+    play(tmp_path, body, PoolLimits(few))
+
+
+def test_a_fork_that_fails_gives_all_its_places_back(tmp_path):
+    async def body(pool):
+        held = await pool.create(ANY)
+        with pytest.raises(SandboxError, match="1 sandboxes are alive"):
+            await pool.fork(held, 2)
+        (twin,) = await pool.fork(held, 1)
+        await pool.close(twin)
+        assert pool.admission.num_in == 1
+
+    few = AdmissionLimits(max_sandboxes=1, wait_s=0.3)
     play(tmp_path, body, PoolLimits(few))
 
 
