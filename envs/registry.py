@@ -27,6 +27,39 @@ if TYPE_CHECKING:
 GROUP = "k3rl.envs"
 POLICY_NAMES = ("oracle", "random", "null", "demonstrator")
 
+CODE_REPAIR_CHEATS = (
+    "always_equal",
+    "at_exit",
+    "daemon",
+    "deep_literal",
+    "edit_tests",
+    "except_hook",
+    "exhaust",
+    "exit_at_call",
+    "exit_at_import",
+    "flood",
+    "forge_channel",
+    "forge_output",
+    "hang",
+    "hard_code",
+    "history",
+    "kill_all",
+    "kill_parent",
+    "link_away",
+    "link_zero",
+    "patch_builtins",
+    "patch_caller",
+    "pipe",
+    "pytest_plugins",
+    "raise_base",
+    "read_parent",
+    "search_files",
+    "shadow_modules",
+    "stop_parent",
+    "thread",
+)
+"""Named here so that listing them imports nothing."""
+
 _ID = re.compile(r"(?P<name>[A-Za-z][\w.-]*/[A-Za-z]\w*)-v(?P<version>\d+)")
 _Class = TypeVar("_Class", bound=type)
 
@@ -50,7 +83,16 @@ def _builtin(id: str, module: str, name: str) -> _Entry:
     return _Entry(id, f"{module}:{name}", policies)
 
 
+def _code_repair() -> _Entry:
+    """Its policies and its cheats are modules of their own; it has no demonstrator."""
+    home = "k3rl.envs.code_repair"
+    policies = {name: f"{home}.policies:{name}" for name in POLICY_NAMES if name != "demonstrator"}
+    cheats = {name: f"{home}.cheats:{name}" for name in CODE_REPAIR_CHEATS}
+    return _Entry("k3rl/CodeRepair-v0", f"{home}.env:CodeRepair", policies, cheats=cheats)
+
+
 BUILTINS = (
+    _code_repair(),
     _builtin("k3rl/FileHunt-v0", "k3rl.envs.file_hunt", "FileHunt"),
     _builtin("k3rl/PythonMath-v0", "k3rl.envs.python_math", "PythonMath"),
 )

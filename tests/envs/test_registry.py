@@ -21,7 +21,7 @@ def registry():
 
 
 def test_builtins(registry):
-    assert registry.ids() == ["k3rl/FileHunt-v0", "k3rl/PythonMath-v0"]
+    assert registry.ids() == ["k3rl/CodeRepair-v0", "k3rl/FileHunt-v0", "k3rl/PythonMath-v0"]
     for id in registry.ids():
         env = registry.make(id)
         assert isinstance(env, ToolEnv)
