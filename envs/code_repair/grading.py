@@ -6,7 +6,6 @@ fails before it has started that code, or that ends well without a verdict, is a
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,7 +79,7 @@ async def verify(
     }
     request = ExecRequest(
         (*PYTHON, program),
-        json.dumps(job).encode(),
+        repr(job).encode(),
         DEADLINE_S + limit_s,
         max_output_bytes=CHANNEL_BYTES,
         channel_bytes=CHANNEL_BYTES,

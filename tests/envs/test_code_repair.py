@@ -332,9 +332,10 @@ def test_the_workspace_holds_no_hidden_case(tmp_path):
             assert wanted.repaired not in json.dumps(to_plain(task))
 
 
-START = (
-    "import json, os, sys\njob = json.load(sys.stdin)\nsay = lambda t: os.write(3, t.encode())\n"
-)
+START = """import ast, os, sys
+job = ast.literal_eval(sys.stdin.read())
+say = lambda text: os.write(3, text.encode())
+"""
 READY = START + "say(job['nonce'] + ' ready\\n')\n"
 BROKEN = {
     "raises": ("raise RuntimeError('out of order')", "exit code 1: RuntimeError: out of order"),

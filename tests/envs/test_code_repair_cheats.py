@@ -184,7 +184,7 @@ async def channel_of(sandbox, task, program):
     job = {"nonce": "n", "paths": [], "limit_s": 8.0, "cpu_s": 4}
     job["parts"] = [part.job() for part in wanted.parts]
     argv = (*grading.PYTHON, program)
-    result = await careless.exec_in(sandbox, *argv, stdin=json.dumps(job).encode())
+    result = await careless.exec_in(sandbox, *argv, stdin=repr(job).encode())
     return result.channel
 
 
