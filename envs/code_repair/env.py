@@ -16,7 +16,8 @@ from k3rl.envs.code_repair.workspace import PYTEST_ZIP, VARIANTS, Workspace, wor
 from k3rl.envs.python_math import PYTHON
 from k3rl.envs.session import ToolSession
 from k3rl.envs.tools import SHOWN_BYTES, Tool, ToolOutput, command_output, run_command
-from k3rl.errors import UncapturableTree, UserInputError
+from k3rl.errors import GraderError, UncapturableTree, UserInputError
+from k3rl.sandboxes.base import Sandbox
 from k3rl.sandboxes.spec import SandboxSpec
 from k3rl.types import JsonObject, Message, Task, TaskLimits, ToolStatus
 
@@ -125,13 +126,36 @@ class CodeRepair(ToolSession):
 
     async def judge(self, task: Task) -> Mapping[str, float]:
         """1 when every function of the final state passes its hidden check."""
-        wanted = workspace_of(task)
+        return {"correct": float(await self._is_right(workspace_of(task)))}
+
+    async def _is_right(self, wanted: Workspace) -> bool:
+        """Raises GraderError only when the verifier fails on a right workspace too.
+
+        What the policy left may keep it from starting, a folder that nobody may enter for one. It
+        is tried twice, so that one mishap of the machine is not the policy's.
+        """
+        for _ in range(2):
+            try:
+                async with self.final_fork() as fork:
+                    return (await verify(fork, wanted.parts, wanted.paths)).is_right
+            except UncapturableTree:
+                return False
+            except GraderError:
+                continue
+        await self._prove_verifier(wanted)
+        return False
+
+    async def _prove_verifier(self, wanted: Workspace) -> None:
+        """Raise GraderError unless a fresh workspace with the right files is found right."""
+        backend = self.sandbox.backend
+        files = {**wanted.files, wanted.broken: wanted.repaired.encode()}
+        proof = Sandbox(backend, await backend.create(self.sandbox_spec, files))
         try:
-            async with self.final_fork() as fork:
-                verdict = await verify(fork, wanted.parts, wanted.paths)
-        except UncapturableTree:
-            return {"correct": 0.0}
-        return {"correct": float(verdict.is_right)}
+            verdict = await verify(proof, wanted.parts, wanted.paths)
+        finally:
+            await backend.close(proof.id)
+        if not verdict.is_right:
+            raise GraderError(f"{ENV_ID}: the right files are found wrong: {verdict.reason}")
 
     def no_calls(self, message: Message) -> str:
         """Ending without a submission; what the files hold by then is judged all the same."""

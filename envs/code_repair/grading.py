@@ -60,14 +60,15 @@ async def verify(
     sandbox: Sandbox,
     parts: Sequence[Part],
     paths: Sequence[str],
-    program: str = VERIFIER,
+    program: str | None = None,
     limit_s: float = LIMIT_S,
     cpu_s: int = CPU_S,
 ) -> Verdict:
     """Judge the workspace of a sandbox in which nothing else runs.
 
     `paths` are the files that must be plain ones. The hidden checks go in on the standard input
-    and touch no disk. Raises GraderError when the verifier itself fails.
+    and touch no disk. `program` is the verifier, unless another is tried. Raises GraderError when
+    it fails before it has started the policy's code, or says nothing that is a verdict.
     """
     nonce = secrets.token_hex(16)
     job = {
@@ -78,7 +79,7 @@ async def verify(
         "cpu_s": cpu_s,
     }
     request = ExecRequest(
-        (*PYTHON, program),
+        (*PYTHON, program or VERIFIER),
         repr(job).encode(),
         DEADLINE_S + limit_s,
         max_output_bytes=CHANNEL_BYTES,

@@ -20,6 +20,7 @@ from k3rl.envs.play import play
 from k3rl.errors import EnvError, GraderError, UserInputError
 from k3rl.sandboxes.base import Sandbox
 from k3rl.sandboxes.factory import open_backend
+from k3rl.sandboxes.spec import MIB, SandboxLimits
 from k3rl.types import Task, ToolStatus, philox, to_plain
 from tests.envs.env_contract import CHECKS, Case, opened
 
@@ -362,6 +363,45 @@ def test_a_broken_verifier_is_no_zero(tmp_path, name):
 
     with pytest.raises(GraderError, match=says):
         with_case(tmp_path, use)
+
+
+@pytest.mark.sandbox
+def test_a_session_with_a_broken_verifier_has_no_reward(tmp_path, monkeypatch):
+    monkeypatch.setattr(grading, "VERIFIER", "raise RuntimeError('out of order')")
+
+    async def use(case):
+        return await play(case.make(), case.make().task("train", 0), case.oracle, case.backend)
+
+    with pytest.raises(GraderError, match="out of order"):
+        with_case(tmp_path, use)
+
+
+LEFT_BEHIND = {
+    "many": "for n in range(2000):\n    open(f'f{n}', 'w').close()",
+    "large": "for n in range(90):\n    open(f'f{n}', 'wb').write(b'x' * (1 << 20))",
+    "deep": "import os\nfor _ in range(400):\n    os.mkdir('d')\n    os.chdir('d')",
+    "locked": "import os\nos.chmod('solution.py', 0)",
+    "folder": "import os\nos.remove('solution.py')\nos.mkdir('solution.py')",
+    "nothing": "import os\nfor name in os.listdir():\n    os.remove(name)",
+    "socket": "import socket\nsocket.socket(socket.AF_UNIX).bind('solution')",
+}
+
+
+@pytest.mark.sandbox
+@pytest.mark.parametrize("name", LEFT_BEHIND)
+def test_no_workspace_turns_a_zero_into_a_fault(tmp_path, name):
+    """Also where it keeps the verifier from starting: there are limits that it exceeds already."""
+
+    async def use(case):
+        env = case.make()
+        limits = SandboxLimits(workspace_entries=1000, workspace_bytes=64 * MIB)
+        spec, task = replace(env.sandbox_spec, limits=limits), env.task("train", 0)
+        sandbox = Sandbox(case.backend, await case.backend.create(spec, env.files(task)))
+        await env.open(task, sandbox)
+        await env.act(call("python", code=LEFT_BEHIND[name]))
+        return await env.grade()
+
+    assert with_case(tmp_path, use).reward == 0.0
 
 
 @pytest.mark.sandbox
