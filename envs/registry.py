@@ -78,9 +78,10 @@ class _Entry:
     """The class itself where it registered itself by the decorator."""
 
 
-def _builtin(id: str, module: str, name: str) -> _Entry:
+def _builtin(id: str, module: str, name: str, cheats: tuple[str, ...] = ()) -> _Entry:
     policies = {policy: f"{module}:{policy}" for policy in POLICY_NAMES}
-    return _Entry(id, f"{module}:{name}", policies)
+    tried = {cheat: f"{module}:cheat_{cheat}" for cheat in cheats}
+    return _Entry(id, f"{module}:{name}", policies, cheats=tried)
 
 
 def _code_repair() -> _Entry:
@@ -94,7 +95,12 @@ def _code_repair() -> _Entry:
 BUILTINS = (
     _code_repair(),
     _builtin("k3rl/FileHunt-v0", "k3rl.envs.file_hunt", "FileHunt"),
-    _builtin("k3rl/PythonMath-v0", "k3rl.envs.python_math", "PythonMath"),
+    _builtin(
+        "k3rl/Reason-v0",
+        "k3rl.envs.reason",
+        "Reason",
+        cheats=("echo", "code", "every", "nan", "empty", "long"),
+    ),
 )
 
 

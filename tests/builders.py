@@ -28,7 +28,8 @@ from k3rl.types import Message, Task, TaskLimits, ToolCall, TrajectoryHeader, Tr
 NOTES = "test/Notes-v0"
 NOWHERE = "test/Nowhere-v0"
 HUNT = "k3rl/FileHunt-v0"
-MATH = "k3rl/PythonMath-v0"
+MATH = "k3rl/Reason-v0"
+TERSE = {"id": MATH, "kwargs": {"preset": "arithmetic"}}
 ANSWER = "ok"
 NUM_NOTES = 3
 """Calls of the `writer` before it submits."""

@@ -103,7 +103,7 @@ def cluster():
 
 
 def config_in(folder, valkey, *more):
-    (folder / "c.yaml").write_text("envs: [{id: k3rl/PythonMath-v0}]\n")
+    (folder / "c.yaml").write_text("envs: [{id: k3rl/Reason-v0, kwargs: {preset: arithmetic}}]\n")
     overrides = [f"run.folder={folder}", f"run.name={folder.name}", f"store.redis={valkey}"]
     return configs.load(folder / "c.yaml", [*overrides, *more])
 

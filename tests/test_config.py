@@ -12,7 +12,7 @@ from k3rl.sections import Schedule, value_at
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.parent.name != "model")
-BASE = "envs: [{id: k3rl/PythonMath-v0}]\n"
+BASE = "envs: [{id: k3rl/Reason-v0, kwargs: {preset: arithmetic}}]\n"
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ from k3rl.evaluation import mean_success, mean_tokens, scores, wilson
 from k3rl.rollout.worker import make_env
 from k3rl.types import Outcome, OutcomeKind, Trajectory, TrajectoryState
 
-ENVS = ("k3rl/PythonMath-v0", "k3rl/FileHunt-v0")
+ENVS = ("k3rl/Reason-v0", "k3rl/FileHunt-v0")
 
 
 def config(**settings):
     tree = {
         "run": {"name": "e"},
-        "envs": [{"id": env} for env in ENVS],
+        "envs": [{"id": ENVS[0], "kwargs": {"preset": "arithmetic"}}, {"id": ENVS[1]}],
         "intensity": {"levels": ["low", "max"]},
         "evaluation": settings,
     }

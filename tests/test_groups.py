@@ -8,10 +8,11 @@ from k3rl.groups import Groups
 from k3rl.rollout.worker import make_env
 from k3rl.types import Outcome, OutcomeKind, Trajectory, TrajectoryState
 
-MATH, HUNT = "k3rl/PythonMath-v0", "k3rl/FileHunt-v0"
+MATH, HUNT = "k3rl/Reason-v0", "k3rl/FileHunt-v0"
+TERSE = {"id": MATH, "kwargs": {"preset": "arithmetic"}}
 
 
-def groups_of(envs=({"id": MATH}, {"id": HUNT}), **sections):
+def groups_of(envs=(TERSE, {"id": HUNT}), **sections):
     tree = {
         "run": {"name": "g"},
         "rollout": {"num_groups": 2, "group_size": 4},
@@ -41,7 +42,7 @@ def finish(groups, header, reward, num_tokens=10):
 
 
 def test_a_budget_is_the_multiplier_of_the_environment_and_level_times_b0():
-    envs = ({"id": MATH}, {"id": HUNT, "budget_multiplier": {"low": 0.9}})
+    envs = (TERSE, {"id": HUNT, "budget_multiplier": {"low": 0.9}})
     multipliers = {"low": {"start": 2.0, "end": 0.5, "steps": 3}, "max": 4.0}
     groups = groups_of(envs, intensity={"levels": ["low", "max"], "budget_multiplier": multipliers})
     assert {h.budget for h in begin(groups)} == {None}, "nothing is known of b0 yet"

@@ -32,7 +32,11 @@ from k3rl.sandboxes.base import SandboxBackend
 from k3rl.sandboxes.factory import open_backend
 from k3rl.types import JsonObject, Message, Task, digest_bytes
 
-ENV_IDS = ("k3rl/PythonMath-v0", "k3rl/FileHunt-v0")
+ENVS: dict[str, JsonObject] = {
+    "k3rl/Reason-v0": {"preset": "arithmetic"},
+    "k3rl/FileHunt-v0": {},
+}
+"""By id, with what each is made with: those that a small model can learn."""
 VOCAB_SIZE = 1024
 """At most; bytes, merges and specials together."""
 MIN_SHARE = 0.08
@@ -84,13 +88,13 @@ async def transcripts(num_tasks: int, backend: SandboxBackend) -> list[list[Segm
     Each task is played by the oracle, the random policy, and an oracle that makes mistakes.
     """
     rendered = []
-    for env_id in ENV_IDS:
+    for env_id, kwargs in ENVS.items():
         oracle = registry.policy(env_id, "oracle")
         policies = (oracle, registry.policy(env_id, "random"), Clumsy(oracle))
         for index in range(num_tasks):
             effort = EFFORTS[index % len(EFFORTS)]
             for policy in policies:
-                env = registry.make(env_id)
+                env = registry.make(env_id, **kwargs)
                 played = await play(env, env.task("train", index), policy, backend)
                 messages = [m for m in played.transcript if m.malformed is None]
                 rendered.append(conversation_segments(messages, env.tools, effort))
@@ -149,7 +153,7 @@ def main() -> None:
     training: JsonObject = {
         "command": f"python -m k3rl.rollout.vocabulary --tasks {options.tasks} "
         f"--size {options.size}",
-        "environments": list(ENV_IDS),
+        "environments": list(ENVS),
         "num_transcripts": len(played),
         "texts_digest": digest_bytes(texts.encode()),
     }

@@ -15,7 +15,7 @@ K3RL = Path(sys.executable).with_name("k3rl")
 CONFIG = """
 run: {name: e2e, ledger: true}
 engine: {kind: scripted, policies: [oracle, random]}
-envs: [{id: k3rl/PythonMath-v0}, {id: k3rl/FileHunt-v0}]
+envs: [{id: k3rl/Reason-v0, kwargs: {preset: arithmetic}}, {id: k3rl/FileHunt-v0}]
 rollout: {num_groups: 4, group_size: 2}
 intensity: {levels: [max]}
 cluster: {backend: local}

@@ -21,9 +21,9 @@ def test_config_typo(user):
 
 
 def test_unknown_environment(user):
-    line = the_line(user.train("envs.0.id=k3rl/PythonMaths-v0", code=2))
-    assert "k3rl/PythonMaths-v0" in line
-    assert "k3rl/PythonMath-v0" in line
+    line = the_line(user.train("envs.0.id=k3rl/Reasons-v0", code=2))
+    assert "k3rl/Reasons-v0" in line
+    assert "k3rl/Reason-v0" in line
     assert not user.run_folder.exists()
 
 

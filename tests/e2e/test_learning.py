@@ -75,11 +75,11 @@ def test_a_run_learns_evaluates_and_is_over_when_it_is_over(user):
     assert StoreReader(folder / "store").trajectories() == before
 
     scores = user.run(
-        "eval", str(folder), "k3rl/PythonMath-v0", LOCAL,
+        "eval", str(folder), "k3rl/Reason-v0", LOCAL,
         "evaluation.num_tasks=3", "evaluation.num_samples=2", "evaluation.num_greedy_tasks=0",
     )  # fmt: skip
     assert "pass@2" in scores
-    assert scores.count("k3rl/PythonMath-v0") == 2
+    assert scores.count("k3rl/Reason-v0") == 2
 
 
 @pytest.mark.ray

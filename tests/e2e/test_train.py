@@ -123,7 +123,7 @@ def find_socket(tools, process):
 
 def test_list_and_doctor(user):
     listed = user.run("envs", "list")
-    assert "k3rl/PythonMath-v0" in listed
+    assert "k3rl/Reason-v0" in listed
     assert "k3rl/FileHunt-v0" in listed
     checked = user.run("doctor")
     assert "MISSING" not in checked

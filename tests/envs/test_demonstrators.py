@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 
 from k3rl.blobs import BlobStore
-from k3rl.envs import demonstrating, file_hunt, python_math, registry
+from k3rl.envs import demonstrating, file_hunt, reason, registry
 from k3rl.envs.play import play
 from k3rl.sandboxes.factory import open_backend
 from k3rl.types import philox
 
-MODULES = {"k3rl/FileHunt-v0": file_hunt, "k3rl/PythonMath-v0": python_math}
-NUM_RESTATEMENTS = {"k3rl/FileHunt-v0": 5, "k3rl/PythonMath-v0": 4}
+MODULES = {"k3rl/FileHunt-v0": file_hunt, "k3rl/Reason-v0": reason}
+NUM_RESTATEMENTS = {"k3rl/FileHunt-v0": 5, "k3rl/Reason-v0": 4}
 NUM_TASKS = 60
+KWARGS = {"k3rl/FileHunt-v0": {}, "k3rl/Reason-v0": {"preset": "arithmetic"}}
 
 
 @dataclass
@@ -46,8 +47,9 @@ def test_demonstrations_solve_every_task(tmp_path, env_id):
     async def main():
         backend = open_backend("bwrap", BlobStore(tmp_path / "blobs"), tmp_path / "scratch", False)
         try:
-            tasks = [registry.make(env_id).task("train", index) for index in range(NUM_TASKS)]
-            plays = [play(registry.make(env_id), task, policy, backend) for task in tasks]
+            envs = [registry.make(env_id, **KWARGS[env_id]) for _ in range(NUM_TASKS)]
+            tasks = [env.task("train", index) for index, env in enumerate(envs)]
+            plays = [play(e, task, policy, backend) for e, task in zip(envs, tasks, strict=True)]
             return await asyncio.gather(*plays)
         finally:
             await backend.aclose()
@@ -76,7 +78,7 @@ def test_the_worst_luck_stays_within_the_turns(env_id):
         def __getattr__(self, name):
             return getattr(self.rng, name)
 
-    env = registry.make(env_id)
+    env = registry.make(env_id, **KWARGS[env_id])
     task = env.task("train", 0)
     policy, oracle = (registry.policy(env_id, name) for name in ("demonstrator", "oracle"))
     opening = env.observe(task).messages

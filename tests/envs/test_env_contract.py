@@ -9,35 +9,36 @@ import sys
 import pytest
 
 from k3rl.blobs import BlobStore
-from k3rl.envs import file_hunt, python_math, registry
+from k3rl.envs import file_hunt, reason, registry
 from k3rl.envs.play import play
 from k3rl.errors import EnvError, SandboxError, UserInputError
 from k3rl.sandboxes.factory import open_backend
 from k3rl.types import Message, OutcomeKind, ToolCall, ToolStatus, TruncationCause, to_plain
 from tests.envs.env_contract import CHECKS, Case, opened
 
-IDS = ("k3rl/FileHunt-v0", "k3rl/PythonMath-v0")
+IDS = ("k3rl/FileHunt-v0", "k3rl/Reason-v0")
+VARIANTS = [*((env_id, {}) for env_id in IDS), ("k3rl/Reason-v0", {"preset": "arithmetic"})]
 pytestmark = pytest.mark.sandbox
 
 
-def with_case(tmp_path, env_id, use):
+def with_case(tmp_path, env_id, use, **kwargs):
     """Run `use(case)` against a real backend that is closed afterwards."""
 
     async def main():
         backend = open_backend("bwrap", BlobStore(tmp_path / "blobs"), tmp_path / "scratch", False)
         policies = [registry.policy(env_id, name) for name in ("oracle", "random", "null")]
         try:
-            return await use(Case(lambda: registry.make(env_id), *policies, backend))
+            return await use(Case(lambda: registry.make(env_id, **kwargs), *policies, backend))
         finally:
             await backend.aclose()
 
     return asyncio.run(main())
 
 
-@pytest.mark.parametrize("env_id", IDS)
+@pytest.mark.parametrize(("env_id", "kwargs"), VARIANTS, ids=str)
 @pytest.mark.parametrize("name", CHECKS)
-def test_contract(tmp_path, env_id, name):
-    with_case(tmp_path, env_id, CHECKS[name])
+def test_contract(tmp_path, env_id, kwargs, name):
+    with_case(tmp_path, env_id, CHECKS[name], **kwargs)
 
 
 @pytest.mark.parametrize("env_id", IDS)
@@ -72,19 +73,23 @@ def content(task):
     return json.dumps([files, to_plain(env.observe(task))], sort_keys=True)
 
 
-@pytest.mark.parametrize("env_id", IDS)
-def test_splits_share_no_task(env_id):
-    env = registry.make(env_id)
-    train = [env.task("train", index) for index in range(3000)]
-    heldout = [env.task("heldout", index) for index in range(1000)]
+@pytest.mark.parametrize(("env_id", "kwargs"), VARIANTS, ids=str)
+def test_splits_share_no_task(env_id, kwargs):
+    env = registry.make(env_id, **kwargs)
+    size = 300 if (env_id, kwargs) == ("k3rl/Reason-v0", {}) else 3000
+    train = [env.task("train", index) for index in range(size)]
+    heldout = [env.task("heldout", index) for index in range(size // 3)]
     assert not {task.seed for task in train} & {task.seed for task in heldout}
     assert not {content(task) for task in train} & {content(task) for task in heldout}
-    assert len({content(task) for task in train}) > 1500
+    assert len({content(task) for task in train}) > size / 2
 
 
 def test_splits_stay_disjoint_across_settings():
-    small = registry.make("k3rl/PythonMath-v0", datasets=["chain_sum"], max_terms=2, max_digits=1)
-    usual = registry.make("k3rl/PythonMath-v0")
+    preset = {"preset": "arithmetic"}
+    small = registry.make(
+        "k3rl/Reason-v0", datasets=["chain_sum"], max_terms=2, max_digits=1, **preset
+    )
+    usual = registry.make("k3rl/Reason-v0", **preset)
     heldout = {content(small.task("heldout", index)) for index in range(300)}
     assert not heldout & {content(usual.task("train", index)) for index in range(3000)}
     assert len(heldout) > 10
@@ -175,13 +180,13 @@ def test_grep_shows_real_lines_in_fixed_order(tmp_path):
     ],
 )
 def test_python_tool(tmp_path, monkeypatch, code, status, output):
-    monkeypatch.setattr(python_math, "DEADLINE_S", 0.5 if status is ToolStatus.TIMEOUT else 5.0)
+    monkeypatch.setattr(reason, "DEADLINE_S", 0.5 if status is ToolStatus.TIMEOUT else 5.0)
 
     async def use(case):
         env, *_ = await opened(case)
         return await env.act(call("python", code=code))
 
-    step = with_case(tmp_path, "k3rl/PythonMath-v0", use)
+    step = with_case(tmp_path, "k3rl/Reason-v0", use)
     assert step.records[0].status is status
     assert output is None or step.messages[0].content == output
 
@@ -191,7 +196,7 @@ def test_long_output_is_bounded_and_says_so(tmp_path):
         env, *_ = await opened(case)
         return await env.act(call("python", code="print('x' * 1_000_000)"))
 
-    step = with_case(tmp_path, "k3rl/PythonMath-v0", use)
+    step = with_case(tmp_path, "k3rl/Reason-v0", use)
     assert len(step.messages[0].content) < 2200
     assert "bytes dropped" in step.messages[0].content
 
@@ -207,7 +212,7 @@ def test_only_the_right_number_is_rewarded(tmp_path, answer, reward):
         step = await env.act(Message("assistant", answer.format(result)))
         return step, await env.grade()
 
-    step, outcome = with_case(tmp_path, "k3rl/PythonMath-v0", use)
+    step, outcome = with_case(tmp_path, "k3rl/Reason-v0", use, preset="arithmetic")
     assert step.terminated
     assert (outcome.kind, outcome.reward) == (OutcomeKind.COMPLETED, reward)
 
@@ -309,8 +314,9 @@ def test_another_process_carries_on_from_a_snapshot(tmp_path, env_id):
         ("k3rl/FileHunt-v0", {"max_pointers": 4}),
         ("k3rl/FileHunt-v0", {"kinds": ["cat", "find"]}),
         ("k3rl/FileHunt-v0", {"kinds": []}),
-        ("k3rl/PythonMath-v0", {"datasets": ["algebra"]}),
-        ("k3rl/PythonMath-v0", {"max_terms": 1}),
+        ("k3rl/Reason-v0", {"preset": "maths"}),
+        ("k3rl/Reason-v0", {"datasets": ["algebra"]}),
+        ("k3rl/Reason-v0", {"max_terms": 1}),
     ],
 )
 def test_bad_settings_are_named(env_id, kwargs):
@@ -335,4 +341,4 @@ def test_grader_failure_is_not_a_reward(tmp_path):
         with pytest.raises(EnvError, match="grading failed"):
             await env.grade()
 
-    with_case(tmp_path, "k3rl/PythonMath-v0", use)
+    with_case(tmp_path, "k3rl/Reason-v0", use)

@@ -18,9 +18,9 @@ from k3rl.envs.gym import GymEnv, make_gym, register_gym
 from k3rl.envs.spaces import MessageSpace
 from k3rl.errors import SandboxError, UserInputError
 from k3rl.sandboxes.factory import open_backend
-from k3rl.types import Message, ToolCall, ToolSpec, philox, to_plain
+from k3rl.types import Message, Task, ToolCall, ToolSpec, from_plain, philox, to_plain
 
-IDS = ("k3rl/FileHunt-v0", "k3rl/PythonMath-v0")
+IDS = ("k3rl/FileHunt-v0", "k3rl/Reason-v0")
 
 
 def bwrap(root):
@@ -52,11 +52,11 @@ def test_oracle_through_gymnasium(opener, env_id):
     oracle = registry.policy(env_id, "oracle")
     for episode in range(3):
         observation, info = env.reset(seed=episode)
-        task = info["task"]
-        assert task["split"] == "heldout"
+        task = from_plain(Task, info["task"])
+        assert task.split == "heldout"
         transcript, terminated = list(observation), False
         while not terminated:
-            action = oracle(None, transcript, philox(0))
+            action = oracle(task, transcript, philox(0))
             observation, reward, terminated, truncated, info = env.step(action)
             transcript += [action, *observation]
             assert not truncated
@@ -88,7 +88,7 @@ def test_seeds_and_options_choose_the_task(opener):
 
 @pytest.mark.sandbox
 def test_text_actions_and_the_turn_limit(opener):
-    env = make_gym("k3rl/PythonMath-v0", opener)
+    env = make_gym("k3rl/Reason-v0", opener, env_kwargs={"preset": "arithmetic"})
     with pytest.raises(ResetNeeded):
         env.step("1")
     env.reset(seed=0)

@@ -21,7 +21,7 @@ def registry():
 
 
 def test_builtins(registry):
-    assert registry.ids() == ["k3rl/CodeRepair-v0", "k3rl/FileHunt-v0", "k3rl/PythonMath-v0"]
+    assert registry.ids() == ["k3rl/CodeRepair-v0", "k3rl/FileHunt-v0", "k3rl/Reason-v0"]
     for id in registry.ids():
         env = registry.make(id)
         assert isinstance(env, ToolEnv)
@@ -131,7 +131,7 @@ def test_making_one_imports_no_gymnasium():
     done = python("""
         import sys
         from k3rl.envs import registry
-        for id in ("k3rl/FileHunt-v0", "k3rl/PythonMath-v0"):
+        for id in ("k3rl/FileHunt-v0", "k3rl/Reason-v0"):
             registry.make(id)
             registry.policy(id, "oracle")
         sys.exit(", ".join(sorted({"gymnasium", "reasoning_gym", "torch"} & set(sys.modules))) or 0)

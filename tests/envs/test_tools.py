@@ -175,7 +175,7 @@ def test_command_output(exit_code, timed_out, stdout, stderr, content, status):
     assert command_output(result) == ToolOutput(content, status)
 
 
-@pytest.mark.parametrize("env_id", ["k3rl/FileHunt-v0", "k3rl/PythonMath-v0"])
+@pytest.mark.parametrize("env_id", ["k3rl/FileHunt-v0", "k3rl/Reason-v0"])
 def test_declarations_are_short(env_id):
     specs = registry.make(env_id).tools
     plain = [{"d": s.description, "n": s.name, "p": s.parameters} for s in specs]

@@ -51,7 +51,7 @@ async def with_a_real_turn(make, request):
 @cache
 def requests(engine):
     made = []
-    for sample, env_id in enumerate(["k3rl/PythonMath-v0", "k3rl/FileHunt-v0"] * 2):
+    for sample, env_id in enumerate(["k3rl/Reason-v0", "k3rl/FileHunt-v0"] * 2):
         env = registry.make(env_id)
         task = env.task("train", sample)
         prompt = RENDERER.start([Message("user", "go")], env.tools, "low")

@@ -20,7 +20,7 @@ from k3rl.store.host import StoreHost
 from k3rl.store.protocol import Ref
 from k3rl.types import Author, TrajectoryHeader, TrajectoryKey, TrajectoryState, TruncationCause
 from k3rl.weights.blob import manifest_of
-from tests.builders import MATH, NOTES, load_config
+from tests.builders import MATH, NOTES, TERSE, load_config
 from tests.rollout.engine_contract import collect, ids_of
 from tests.rollout.native_helpers import CONFIG, make_model, make_request, published
 
@@ -127,7 +127,7 @@ def test_the_config_s_own_weights_published_as_version_0_are_no_change(tmp_path)
 
 
 def test_the_engine_holds_the_longest_context_of_the_config_s_tasks(tmp_path):
-    config = load_config(tmp_path, *NATIVE, "engine.num_slots=7", envs=[{"id": MATH}])
+    config = load_config(tmp_path, *NATIVE, "engine.num_slots=7", envs=[TERSE])
     engine = make_engine(config)
     assert isinstance(engine, NativeEngine)
     assert (engine.num_slots, engine.max_tokens) == (7, max_context_tokens(config))

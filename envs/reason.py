@@ -1,7 +1,7 @@
-"""k3rl/PythonMath-v0: an arithmetic problem, a `python` tool, an answer in plain text.
+"""k3rl/Reason-v0: a problem of reasoning-gym, a `python` tool, an answer in plain text.
 
-Problems and their scoring are reasoning-gym's (arXiv 2505.24760), the wording is ours: `12+7-3=?`.
-reasoning_gym is imported when the first task is made; that takes about a second.
+The preset `arithmetic` asks for the value of an expression in a wording of ours, `12+7-3=?`, which
+a very small model can learn; every other preset gives reasoning-gym's own texts.
 
 A task is (dataset, its settings, entry index): `metadata` holds the first two, `seed` the third.
 """
@@ -10,21 +10,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
-from typing import Any
 
 import numpy as np
 
 from k3rl.envs.base import EnvSpec, Observation
 from k3rl.envs.demonstrating import draw_thought, slips
+from k3rl.envs.reasoning import (
+    ALL,
+    CATEGORIES,
+    TERSE,
+    content_of,
+    expression_of,
+    find_entry,
+    is_full_score,
+)
 from k3rl.envs.session import ToolSession, draw_seed
 from k3rl.envs.tools import Tool, ToolOutput, command_output, run_command
 from k3rl.errors import UserInputError
 from k3rl.sandboxes.spec import SandboxSpec
 from k3rl.types import JsonObject, Message, Task, TaskLimits, ToolCall
 
-DATASETS = ("chain_sum", "basic_arithmetic")
-LIMITS = TaskLimits(max_turns=6, max_context_tokens=512, max_time_s=120.0)
+PRESETS = {"all": ALL, **CATEGORIES, "arithmetic": TERSE}
+"""Name to datasets. reasoning-gym's own category arithmetic is in `all`."""
+TERSE_LIMITS = TaskLimits(max_turns=6, max_context_tokens=512, max_time_s=120.0)
+LIMITS = TaskLimits(max_turns=8, max_context_tokens=16384, max_time_s=600.0)
+HOW_TO_ANSWER = "Your last message is your answer: nothing but the answer, in the form asked for."
 DEADLINE_S = 5.0
 MAX_WRONG_TURNS = 2
 """Of a demonstration, so that it stays within the limits."""
@@ -35,46 +45,10 @@ exec(compile(__import__("sys").stdin.read(), "<stdin>", "exec"))"""
 PYTHON = ("python3", "-S", "-s", "-c", START)
 """Runs the program on its input without the site module, which takes a quarter of Python's start
 and would let the host's packages in; of what that module adds, programs get `exit` and `quit`."""
-DATASET_SEED = 0
-"""reasoning-gym draws entry i from `Random(seed + i)`: one fixed seed, or entries would repeat."""
 
 
-@cache
-def _dataset(name: str, max_terms: int, max_digits: int) -> Any:
-    import reasoning_gym
-
-    settings: dict[str, Any] = {"max_terms": max_terms, "max_digits": max_digits}
-    if name == "basic_arithmetic":
-        settings |= {"operators": ["+", "-", "*"], "allow_negation": False}
-    return reasoning_gym.create_dataset(
-        name, seed=DATASET_SEED, size=1, min_terms=2, min_digits=1, **settings
-    )
-
-
-@lru_cache(4096)
-def _drawn(name: str, max_terms: int, max_digits: int, seed: int) -> dict[str, Any]:
-    """An entry; a task asks for its own again and again: drawn, shown, answered and scored."""
-    entry: dict[str, Any] = _dataset(name, max_terms, max_digits)[seed]
-    return entry
-
-
-def _entry(seed: int, metadata: JsonObject) -> tuple[Any, dict[str, Any]]:
-    """The dataset that scores a task, and the task's entry in it."""
-    name = metadata.get("dataset")
-    max_terms, max_digits = metadata.get("max_terms"), metadata.get("max_digits")
-    if name not in DATASETS or not isinstance(max_terms, int) or not isinstance(max_digits, int):
-        raise UserInputError(f"k3rl/PythonMath-v0: no problem has {metadata}")
-    dataset = _dataset(name, max_terms, max_digits)
-    return dataset, _drawn(name, max_terms, max_digits, seed)
-
-
-def _expression(seed: int, metadata: JsonObject) -> str:
-    _, entry = _entry(seed, metadata)
-    return str(entry["metadata"]["expression"]).replace(" ", "")
-
-
-class PythonMath(ToolSession):
-    """One session of k3rl/PythonMath-v0. A message without a tool call is the answer."""
+class Reason(ToolSession):
+    """One session of k3rl/Reason-v0. A message without a tool call is the answer."""
 
     # Without a bytecode cache and with fixed hashing, a re-run leaves the same files and output.
     sandbox_spec = SandboxSpec(
@@ -85,29 +59,40 @@ class PythonMath(ToolSession):
     def __init__(
         self,
         spec: EnvSpec,
-        datasets: Sequence[str] = DATASETS,
+        preset: str = "all",
+        datasets: Sequence[str] | None = None,
         max_terms: int = 3,
         max_digits: int = 2,
     ) -> None:
-        """Terms are 2 to `max_terms`, of 1 to `max_digits` digits."""
-        if not datasets or not set(datasets) <= set(DATASETS):
-            raise UserInputError(f"{spec.id}: datasets {list(datasets)}: use {', '.join(DATASETS)}")
+        """`datasets` are those of the preset that are asked, by default all of them.
+
+        In `arithmetic`, terms are 2 to `max_terms`, of 1 to `max_digits` digits.
+        """
+        if preset not in PRESETS:
+            raise UserInputError(f"{spec.id}: preset {preset!r}: use {', '.join(PRESETS)}")
+        chosen = PRESETS[preset] if datasets is None else tuple(datasets)
+        if not chosen or not set(chosen) <= set(PRESETS[preset]):
+            known = ", ".join(PRESETS[preset])
+            raise UserInputError(f"{spec.id}: datasets {list(chosen)}: {preset} has {known}")
         if max_terms < 2 or max_digits < 1:
             raise UserInputError(f"{spec.id}: needs max_terms >= 2 and max_digits >= 1")
         super().__init__(spec)
-        self._datasets = tuple(datasets)
-        self._settings = {"max_terms": max_terms, "max_digits": max_digits}
+        self._datasets = chosen
+        self._settings: JsonObject = {}
+        if preset == "arithmetic":
+            self._settings = {"max_terms": max_terms, "max_digits": max_digits}
 
     def make_tools(self) -> Sequence[Tool]:
         """`python`."""
         return (Tool.of(self.python),)
 
     def task(self, split: str, index: int) -> Task:
-        """A problem; no expression is in both splits, whatever the dataset."""
+        """A problem; none is in both splits, whatever the preset."""
         seed = draw_seed(
-            self.spec.id, split, index, lambda seed: _expression(seed, self._metadata(seed))
+            self.spec.id, split, index, lambda seed: content_of(seed, self._metadata(seed))
         )
-        return Task(self.spec.id, seed, split, self._metadata(seed), LIMITS)
+        limits = TERSE_LIMITS if self._settings else LIMITS
+        return Task(self.spec.id, seed, split, self._metadata(seed), limits)
 
     def _metadata(self, seed: int) -> JsonObject:
         return {"dataset": self._datasets[seed % len(self._datasets)], **self._settings}
@@ -117,13 +102,16 @@ class PythonMath(ToolSession):
         return {}
 
     def observe(self, task: Task) -> Observation:
-        """The problem as `expression=?`."""
-        return Observation((Message("user", f"{_expression(task.seed, task.metadata)}=?"),))
+        """The problem: `expression=?`, or the dataset's question and how to answer it."""
+        _, entry = find_entry(task.seed, task.metadata)
+        if is_terse(task):
+            return Observation((Message("user", f"{expression_of(entry)}=?"),))
+        question = str(entry["question"]).rstrip()
+        return Observation((Message("user", f"{question}\n\n{HOW_TO_ANSWER}"),))
 
     def is_correct(self, task: Task, answer: str) -> bool:
-        """Only the dataset's full score counts; it gives parts of a point for near misses."""
-        dataset, entry = _entry(task.seed, task.metadata)
-        return bool(dataset.score_answer(answer.strip(), entry) == 1.0)
+        """Only the dataset's full score counts."""
+        return is_full_score(task.seed, task.metadata, answer)
 
     async def python(self, code: str) -> ToolOutput:
         """Run Python."""
@@ -133,6 +121,11 @@ class PythonMath(ToolSession):
             last = result.stderr.rstrip(b"\n").rpartition(b"\n")[2]
             result = replace(result, stderr=last)
         return command_output(result, DEADLINE_S)
+
+
+def is_terse(task: Task) -> bool:
+    """Whether a task is of the preset `arithmetic`."""
+    return "max_terms" in task.metadata
 
 
 def _say_answer(answer: str) -> Message:
@@ -146,7 +139,16 @@ def _call_python(code: str) -> Message:
 
 
 def oracle(task: Task, transcript: Sequence[Message], rng: np.random.Generator) -> Message:
-    """Print the expression that the prompt shows, then answer what the tool read back."""
+    """Compute in Python, then answer.
+
+    In `arithmetic` it prints the expression that the prompt shows and answers what it reads back;
+    it knows no other problem's way, so there it takes the answer from the task.
+    """
+    if not is_terse(task):
+        _, entry = find_entry(task.seed, task.metadata)
+        answer = str(entry["answer"])
+        is_printed = any(message.role == "tool" for message in transcript)
+        return _say_answer(answer) if is_printed else _call_python(f"print({answer!r})")
     prompt = next(message for message in transcript if message.role == "user")
     turn = _call_python(f"print({prompt.content.removesuffix('=?')})")
     asked: tuple[ToolCall, ...] = ()
@@ -166,8 +168,13 @@ def _spoil(code: str, rng: np.random.Generator) -> str:
 
 
 def demonstrator(task: Task, transcript: Sequence[Message], rng: np.random.Generator) -> Message:
-    """The oracle with thoughts, and with programs that have one digit wrong and are then mended."""
+    """The oracle with thoughts, and with programs that have one digit wrong and are then mended.
+
+    Only in `arithmetic`; elsewhere it is the oracle.
+    """
     turn = oracle(task, transcript, rng)
+    if not is_terse(task):
+        return turn
     if not turn.tool_calls:
         words = ("the number is", "so the answer is", "now say", "yes")
         thought, _ = draw_thought("answer", [f"{each} {turn.content}" for each in words], rng)
@@ -192,3 +199,39 @@ def random(task: Task, transcript: Sequence[Message], rng: np.random.Generator) 
 def null(task: Task, transcript: Sequence[Message], rng: np.random.Generator) -> Message:
     """Answer nothing, at once."""
     return Message("assistant", "", think="")
+
+
+def _cheat(answer: str) -> Message:
+    return Message("assistant", answer, think="")
+
+
+def cheat_echo(task: Task, transcript: Sequence[Message], rng: np.random.Generator) -> Message:
+    """Answer with the question."""
+    return _cheat(transcript[0].content)
+
+
+def cheat_code(task: Task, transcript: Sequence[Message], rng: np.random.Generator) -> Message:
+    """Answer with a program that gives the result, for a scorer that evaluates it."""
+    if is_terse(task):
+        return _cheat(f"eval('{transcript[0].content.removesuffix('=?')}')")
+    return _cheat("__import__('pathlib').Path('/tmp/k3rl_reason_cheat').touch() or True")
+
+
+def cheat_every(task: Task, transcript: Sequence[Message], rng: np.random.Generator) -> Message:
+    """Answer with every number from -2000 to 2000, for a scorer that looks for the right one."""
+    return _cheat(" ".join(str(number) for number in range(-2000, 2001)))
+
+
+def cheat_nan(task: Task, transcript: Sequence[Message], rng: np.random.Generator) -> Message:
+    """Answer with what no comparison of numbers calls wrong."""
+    return _cheat(str(rng.choice(["nan", "inf", "-inf", "nan+nanj", "NaN", "1e999"])))
+
+
+def cheat_empty(task: Task, transcript: Sequence[Message], rng: np.random.Generator) -> Message:
+    """Answer with nothing in several spellings."""
+    return _cheat(str(rng.choice([" ", "\n", "[]", "{}", "None", "null", '""'])))
+
+
+def cheat_long(task: Task, transcript: Sequence[Message], rng: np.random.Generator) -> Message:
+    """Answer with a text that a scorer might choke on."""
+    return _cheat(str(rng.choice(["(", "[", "9", "1e999999999 ", "x"])) * 100_000)
