@@ -1,8 +1,9 @@
 """Which environments there are, by id `ns/Name-vN`; importing one waits until it is made.
 
-Built-in ones stand in the table below. Another package adds its own by an entry point of the group
-`k3rl.envs` that names a module; importing the module must call `register`. Such modules are
-imported at the first look-up of an id that is not known without them, or at `ids()`.
+Built-in ones stand in the table of entries.py. Another package adds its own by an entry point of
+the group `k3rl.envs` that names a module; importing the module must call `register`. Such modules
+are imported at the first look-up of an id that is not known without them, or at `ids()`. A name
+belongs to the package that registered it first: no other package may add a version of it.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import json
 import re
 import threading
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from k3rl.envs.entries import BUILTINS, Entry
 from k3rl.errors import EnvError
 from k3rl.types import JsonObject
 
@@ -25,93 +27,25 @@ if TYPE_CHECKING:
     from k3rl.envs.base import EnvSpec, ScriptedPolicy, ToolEnv
 
 GROUP = "k3rl.envs"
-POLICY_NAMES = ("oracle", "random", "null", "demonstrator")
-
-CODE_REPAIR_CHEATS = (
-    "always_equal",
-    "at_exit",
-    "daemon",
-    "deep_literal",
-    "edit_tests",
-    "except_hook",
-    "exhaust",
-    "exit_at_call",
-    "exit_at_import",
-    "flood",
-    "forge_channel",
-    "forge_output",
-    "hang",
-    "hard_code",
-    "history",
-    "kill_all",
-    "kill_parent",
-    "link_away",
-    "link_zero",
-    "patch_builtins",
-    "patch_caller",
-    "pipe",
-    "pytest_plugins",
-    "raise_base",
-    "read_parent",
-    "search_files",
-    "shadow_modules",
-    "stop_parent",
-    "thread",
-)
-"""Named here so that listing them imports nothing."""
 
 _ID = re.compile(r"(?P<name>[A-Za-z][\w.-]*/[A-Za-z]\w*)-v(?P<version>\d+)")
+_REFERENCE = re.compile(r"[\w.]+:[\w.]+")
+_PROTOCOL = (
+    "spec", "tools", "sandbox_spec", "normalisers", "task", "files", "open", "act", "state",
+    "grade", "close",
+)  # fmt: skip
 _Class = TypeVar("_Class", bound=type)
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    id: str
-    entry_point: str
-    policies: Mapping[str, Any] = field(default_factory=dict)
-    """Name to ScriptedPolicy, or to `module:function`."""
-    kwargs: JsonObject = field(default_factory=dict)
-    cheats: Mapping[str, Any] = field(default_factory=dict)
-    """Likewise; policies that must get nothing."""
-    nondeterministic: bool = False
-    loaded: type | None = None
-    """The class itself where it registered itself by the decorator."""
-
-
-def _builtin(id: str, module: str, name: str, cheats: tuple[str, ...] = ()) -> _Entry:
-    policies = {policy: f"{module}:{policy}" for policy in POLICY_NAMES}
-    tried = {cheat: f"{module}:cheat_{cheat}" for cheat in cheats}
-    return _Entry(id, f"{module}:{name}", policies, cheats=tried)
-
-
-def _code_repair() -> _Entry:
-    """Its policies and its cheats are modules of their own; it has no demonstrator."""
-    home = "k3rl.envs.code_repair"
-    policies = {name: f"{home}.policies:{name}" for name in POLICY_NAMES if name != "demonstrator"}
-    cheats = {name: f"{home}.cheats:{name}" for name in CODE_REPAIR_CHEATS}
-    return _Entry("k3rl/CodeRepair-v0", f"{home}.env:CodeRepair", policies, cheats=cheats)
-
-
-BUILTINS = (
-    _code_repair(),
-    _builtin("k3rl/FileHunt-v0", "k3rl.envs.file_hunt", "FileHunt"),
-    _builtin(
-        "k3rl/Reason-v0",
-        "k3rl.envs.reason",
-        "Reason",
-        cheats=("echo", "code", "every", "nan", "empty", "long"),
-    ),
-)
 
 
 class Registry:
     """Ids and what they stand for. The module's functions are those of the one that k3rl uses."""
 
-    def __init__(self, entries: tuple[_Entry, ...] = BUILTINS, group: str | None = GROUP) -> None:
+    def __init__(self, entries: tuple[Entry, ...] = BUILTINS, group: str | None = GROUP) -> None:
         """`group` is the entry-point group looked in; None: none."""
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Entry] = {}
         self._group = group
         self._broken: list[str] = []
+        self._loading = ""
         self._lock = threading.RLock()
         for entry in entries:
             self._add(entry)
@@ -123,21 +57,30 @@ class Registry:
         policies: Mapping[str, ScriptedPolicy | str] | None = None,
         cheats: Mapping[str, ScriptedPolicy | str] | None = None,
         nondeterministic: bool = False,
+        needs: Sequence[str] = (),
         **kwargs: Any,
     ) -> Callable[[_Class], _Class]:
         """Add an environment; with `entry_point` (module:Class) by call, without as a decorator.
 
         `policies` maps oracle, random, null and any other name to a ScriptedPolicy or to its
         `module:function`. `cheats` are policies that must never be rewarded, by what they try; the
-        checker plays all of them. `kwargs` are JSON and go to the class when it is made.
-        Raises EnvError for a bad id, one that is taken, or a version below one that is registered.
+        checker plays all of them. `needs` are distributions that `make` asks for by name when they
+        are missing. `kwargs` are JSON and go to the class when it is made.
+        Raises EnvError for a bad id, one that is taken or below one that is registered, for a bad
+        policy and for bad kwargs.
         """
         _check_kwargs(id, kwargs)
+        _check_policies(id, {**(policies or {}), **(cheats or {})})
 
         def add(entry_point: str, loaded: type | None = None) -> None:
             named, tried = dict(policies or {}), dict(cheats or {})
             settings = dict(kwargs)
-            self._add(_Entry(id, entry_point, named, settings, tried, nondeterministic, loaded))
+            where, whose = entry_point, self._loading
+            self._add(
+                Entry(
+                    id, where, named, settings, tried, nondeterministic, tuple(needs), whose, loaded
+                )
+            )
 
         def decorate(cls: _Class) -> _Class:
             if entry_point is not None:
@@ -151,10 +94,19 @@ class Registry:
 
     def ids(self) -> list[str]:
         """Every id there is, sorted. Warns of entry points that cannot be imported."""
-        self._load_group()
-        for problem in self._broken:
+        for problem in self.problems():
             warnings.warn(problem, RuntimeWarning, stacklevel=2)
+        return self.names()
+
+    def names(self) -> list[str]:
+        """Every id there is, sorted; what cannot be loaded `problems` tells."""
+        self._load_group()
         return sorted(self._entries)
+
+    def problems(self) -> list[str]:
+        """What is wrong with the entry points that cannot be loaded, one line each."""
+        self._load_group()
+        return list(self._broken)
 
     def spec(
         self, id: str, /, *, reward: Mapping[str, float] | None = None, **kwargs: Any
@@ -175,14 +127,34 @@ class Registry:
         self, id: str, /, *, reward: Mapping[str, float] | None = None, **kwargs: Any
     ) -> ToolEnv:
         """A new, single-use session object. Raises EnvError naming the id and what is wrong."""
+        from k3rl.envs.base import ToolEnv
+
         spec = self.spec(id, reward=reward, **kwargs)
         entry = self._find(id)
+        _check_needs(entry)
         cls = entry.loaded or _load(id, entry.entry_point)
+        if not callable(cls):
+            raise EnvError(f"{id}: {entry.entry_point} is no class")
         try:
             inspect.signature(cls).bind(spec, **spec.kwargs)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise EnvError(f"{id}: {entry.entry_point} cannot be made: {error}") from None
-        return cast("ToolEnv", cls(spec, **spec.kwargs))
+        try:
+            env = cls(spec, **spec.kwargs)
+        except (TypeError, AttributeError, LookupError) as error:
+            raise EnvError(f"{id}: {entry.entry_point} cannot be made: {error!r}") from error
+        if not isinstance(env, ToolEnv):
+            missing = sorted(name for name in _PROTOCOL if not hasattr(env, name))
+            raise EnvError(f"{id}: {entry.entry_point} is no ToolEnv, it lacks {missing}")
+        return env
+
+    def package(self, id: str) -> str:
+        """The distribution that registered an environment; "" for code that no package brought."""
+        return self._find(id).package
+
+    def policies(self, id: str) -> list[str]:
+        """The names of the scripted policies of an environment, cheats aside."""
+        return sorted(self._find(id).policies)
 
     def cheats(self, id: str) -> list[str]:
         """What the known cheats of an environment try; `policy` gives one by `cheat/<name>`."""
@@ -199,20 +171,28 @@ class Registry:
             has = ", ".join(sorted(policies)) or "none"
             raise EnvError(f"{id}: no policy {name!r}, it has: {has}")
         found = policies[name]
-        return cast("ScriptedPolicy", _load(id, found) if isinstance(found, str) else found)
+        policy = _load(id, found) if isinstance(found, str) else found
+        if not callable(policy):
+            raise EnvError(f"{id}: policy {name!r}: {found} is no function")
+        return cast("ScriptedPolicy", policy)
 
-    def _add(self, entry: _Entry) -> None:
+    def _add(self, entry: Entry) -> None:
         name, version = _parse(entry.id)
         with self._lock:
             for id, other in self._entries.items():
+                whose = f" by {other.package}" if other.package else ""
                 if id == entry.id:
-                    raise EnvError(f"{id}: already registered, to {other.entry_point}")
+                    raise EnvError(f"{id}: already registered{whose}, to {other.entry_point}")
                 other_name, other_version = _parse(id)
-                if other_name == name and other_version > version:
-                    raise EnvError(f"{entry.id}: a downgrade, {id} is registered")
+                if other_name != name:
+                    continue
+                if other_version > version:
+                    raise EnvError(f"{entry.id}: a downgrade, {id} is registered{whose}")
+                if entry.package and other.package and entry.package != other.package:
+                    raise EnvError(f"{entry.id}: a version of {id}, which is registered{whose}")
             self._entries[entry.id] = entry
 
-    def _find(self, id: str) -> _Entry:
+    def _find(self, id: str) -> Entry:
         if id not in self._entries:
             self._load_group()
         if id in self._entries:
@@ -226,12 +206,21 @@ class Registry:
     def _load_group(self) -> None:
         with self._lock:
             group, self._group = self._group, None
-            for point in metadata.entry_points(group=group) if group else ():
+            points = metadata.entry_points(group=group) if group else ()
+            for point in sorted(points, key=lambda each: (_package(each), each.name)):
+                self._loading = _package(point)
                 try:
                     point.load()
-                except Exception as error:
-                    whose = f"entry point {group}: {point.name} = {point.value}"
+                except Exception as error:  # of a package that is not ours
+                    whose = f"package {self._loading}: entry point {point.name} = {point.value}"
                     self._broken.append(f"{whose} cannot be loaded: {error!r}")
+                finally:
+                    self._loading = ""
+
+
+def _package(point: metadata.EntryPoint) -> str:
+    """The name of the distribution that an entry point is of."""
+    return point.dist.name if point.dist is not None else ""
 
 
 def _parse(id: str) -> tuple[str, int]:
@@ -248,6 +237,21 @@ def _check_kwargs(id: str, kwargs: JsonObject) -> None:
         raise EnvError(f"{id}: kwargs must be JSON: {error}") from None
 
 
+def _check_policies(id: str, policies: Mapping[str, Any]) -> None:
+    for name, policy in policies.items():
+        named = isinstance(policy, str) and _REFERENCE.fullmatch(policy)
+        if not named and not callable(policy):
+            raise EnvError(f"{id}: policy {name!r} must be a function or module:name")
+
+
+def _check_needs(entry: Entry) -> None:
+    for package in entry.needs:
+        try:
+            metadata.version(package)
+        except metadata.PackageNotFoundError:
+            raise EnvError(f"{entry.id} needs {package}: pip install {package}") from None
+
+
 def _load(id: str, where: str) -> Any:
     """What `module:name` stands for."""
     module, _, name = where.partition(":")
@@ -255,15 +259,23 @@ def _load(id: str, where: str) -> Any:
         found: Any = importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
+    except ModuleNotFoundError as error:
+        missing = error.name or "."
+        hint = "" if "." in missing else f": pip install {missing.replace('_', '-')}"
+        raise EnvError(f"{id}: cannot load {where}: {error}{hint}") from error
     except (ImportError, AttributeError, ValueError) as error:
         raise EnvError(f"{id}: cannot load {where}: {error}") from error
     return found
 
 
-_registry = Registry()
-register = _registry.register
-ids = _registry.ids
-spec = _registry.spec
-make = _registry.make
-cheats = _registry.cheats
-policy = _registry.policy
+default = Registry()
+register = default.register
+ids = default.ids
+names = default.names
+problems = default.problems
+spec = default.spec
+make = default.make
+package = default.package
+policies = default.policies
+cheats = default.cheats
+policy = default.policy

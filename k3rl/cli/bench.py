@@ -5,25 +5,22 @@ from __future__ import annotations
 import asyncio
 import resource
 import tempfile
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from k3rl.blobs import BlobStore
+from k3rl.cli.backends import with_backend
 from k3rl.cli.tables import plain_table
 from k3rl.errors import UserInputError
 from k3rl.sandboxes.base import SandboxBackend
 from k3rl.sandboxes.bench import Idle, idle, measure
-from k3rl.sandboxes.factory import open_backend
 from k3rl.sandboxes.soak import soak
 from k3rl.sandboxes.spec import MIB
 
 app = typer.Typer(help="Timings of real parts on this machine.", no_args_is_help=True)
 Kind = Annotated[str, typer.Option(help="The kind of backend, as in sandbox.backend.")]
-T = TypeVar("T")
 
 
 @app.callback()
@@ -37,7 +34,7 @@ def sandbox(
     runs: Annotated[int, typer.Option(help="Of each quantity; medians are printed.", min=1)] = 30,
 ) -> None:
     """Time a sandbox backend. Exit 1 when a median is beyond its bar."""
-    timings = asyncio.run(_with_backend(backend, lambda made: measure(made, runs)))
+    timings = asyncio.run(with_backend(backend, lambda made, _: measure(made, runs)))
     table = plain_table(f"{backend}, medians of {runs} (ms)", ["what"], ["median", "worst", "bar"])
     for each in timings:
         bar = "" if each.bar_s == float("inf") else f"{each.bar_s * 1e3:g}"
@@ -57,12 +54,12 @@ def sandbox_idle(
 ) -> None:
     """Have many sandboxes alive at once, and tell what they take."""
 
-    async def work(made: SandboxBackend) -> Idle:
+    async def work(made: SandboxBackend, _: Path) -> Idle:
         return await idle(made, count)
 
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    found = asyncio.run(_with_backend(backend, work))
+    found = asyncio.run(with_backend(backend, work))
     typer.echo(
         f"{backend}: {found.count} alive after {found.start_s:.1f} s,"
         f" {found.num_bytes / found.count / MIB:.1f} MiB each,"
@@ -113,13 +110,3 @@ def store(
         value = "-" if each.value is None else f"{each.value:.4g}"
         table.add_row(each.name, value, f"{sign} {each.bar:g}{mark}", each.unit)
     Console(soft_wrap=True).print(table)
-
-
-async def _with_backend(kind: str, work: Callable[[SandboxBackend], Awaitable[T]]) -> T:
-    with tempfile.TemporaryDirectory(prefix="k3rl-bench-") as folder:
-        place = Path(folder)
-        made = open_backend(kind, BlobStore(place / "blobs"), place / "scratch", True)
-        try:
-            return await work(made)
-        finally:
-            await made.aclose()

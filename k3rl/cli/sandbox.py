@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import tempfile
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from k3rl.blobs import BlobStore
+from k3rl.cli.backends import with_backend
 from k3rl.cli.tables import plain_table
 from k3rl.errors import UserInputError
 from k3rl.sandboxes.base import SandboxBackend
 from k3rl.sandboxes.conformance.check import BAD, Verdict, examine
 from k3rl.sandboxes.conformance.suite import CHECKS
-from k3rl.sandboxes.factory import open_backend
 from k3rl.sandboxes.listing import live_sandboxes
 from k3rl.sandboxes.scratch import reap, sandbox_identity
 from k3rl.sandboxes.shell import Shell
@@ -26,7 +23,6 @@ from k3rl.sandboxes.spec import ENFORCED_BY_DEFAULT, Capability, SandboxSpec
 
 app = typer.Typer(help="Check, enter, list and clear sandboxes.", no_args_is_help=True)
 Kind = Annotated[str, typer.Option(help="As in sandbox.backend.")]
-R = TypeVar("R")
 LINE_DEADLINE_S = 600.0
 
 
@@ -43,7 +39,7 @@ def check(
     """
     if security:
         return _check_security(backend)
-    found = asyncio.run(_with_backend(backend, lambda made: made.capabilities()))
+    found = asyncio.run(with_backend(backend, lambda made, _: made.capabilities()))
     table = plain_table(None, ["capability", "here", "by default"])
     for each in Capability:
         asked = "required" if each in ENFORCED_BY_DEFAULT else ""
@@ -55,7 +51,7 @@ def check(
 
 
 def _check_security(backend: str) -> None:
-    findings = asyncio.run(_with_backend(backend, lambda made: examine(made, CHECKS)))
+    findings = asyncio.run(with_backend(backend, lambda made, _: examine(made, CHECKS)))
     table = plain_table(None, ["check", "verdict", "needs"])
     for each in findings:
         table.add_row(each.name, each.verdict, each.needs or "")
@@ -102,13 +98,13 @@ def shell(
     """Run lines of standard input by bash in a fresh sandbox, until their end or `exit`."""
     files = {} if folder is None else _files_of(folder)
 
-    async def serve(made: SandboxBackend) -> None:
+    async def serve(made: SandboxBackend, _: Path) -> None:
         box = await made.create(SandboxSpec(executables=("bash",)), files)
         session = Shell(made, box)
         while (line := await asyncio.to_thread(_next_line)) is not None:
             await _run_line(session, line)
 
-    asyncio.run(_with_backend(backend, serve))
+    asyncio.run(with_backend(backend, serve))
 
 
 def _next_line() -> str | None:
@@ -133,12 +129,3 @@ def _files_of(folder: Path) -> dict[str, bytes]:
         raise UserInputError(f"{folder}: no such folder")
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
-
-
-async def _with_backend(kind: str, work: Callable[[SandboxBackend], Awaitable[R]]) -> R:
-    with tempfile.TemporaryDirectory(prefix="k3rl-sandbox-") as place:
-        backend = open_backend(kind, BlobStore(Path(place, "blobs")), Path(place, "scratch"), True)
-        try:
-            return await work(backend)
-        finally:
-            await backend.aclose()

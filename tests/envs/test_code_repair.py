@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from k3rl.blobs import BlobStore
 from k3rl.envs import registry
 from k3rl.envs.base import MAX_NORMALISERS
 from k3rl.envs.code_repair import build, grading, mutate, problems, table, workspace
@@ -20,52 +19,17 @@ from k3rl.envs.code_repair.policies import call
 from k3rl.envs.play import play
 from k3rl.errors import EnvError, GraderError, UserInputError
 from k3rl.sandboxes.base import Sandbox
-from k3rl.sandboxes.factory import open_backend
 from k3rl.sandboxes.spec import MIB, SandboxLimits
 from k3rl.types import Task, ToolStatus, philox, to_plain
-from tests.envs.env_contract import CHECKS, Case, opened
+from tests.envs import env_helpers
+from tests.envs.env_helpers import opened
 
 ID = "k3rl/CodeRepair-v0"
-PROJECT_CHECKS = (
-    "bad_calls_are_answered",
-    "malformed_is_answered",
-    "nothing_is_shared",
-    "playing_is_deterministic",
-    "tasks_are_pure",
-)
 
 
 def with_case(tmp_path, use, **kwargs):
     """Run `use(case)` against a real backend that is closed afterwards."""
-
-    async def main():
-        backend = open_backend("bwrap", BlobStore(tmp_path / "blobs"), tmp_path / "scratch", False)
-        policies = [registry.policy(ID, name) for name in ("oracle", "random", "null")]
-        try:
-            return await use(Case(lambda: registry.make(ID, **kwargs), *policies, backend))
-        finally:
-            await backend.aclose()
-
-    return asyncio.run(main())
-
-
-@pytest.mark.sandbox
-@pytest.mark.parametrize("name", CHECKS)
-def test_contract(tmp_path, name):
-    with_case(tmp_path, CHECKS[name])
-
-
-@pytest.mark.sandbox
-@pytest.mark.parametrize("name", PROJECT_CHECKS)
-def test_contract_of_a_project(tmp_path, name):
-    with_case(tmp_path, CHECKS[name], variant="project")
-
-
-@pytest.mark.slow
-@pytest.mark.sandbox
-@pytest.mark.parametrize("name", sorted(set(CHECKS) - set(PROJECT_CHECKS)))
-def test_whole_contract_of_a_project(tmp_path, name):
-    with_case(tmp_path, CHECKS[name], variant="project")
+    return env_helpers.with_case(tmp_path, ID, use, **kwargs)
 
 
 def test_there_are_enough_tasks():

@@ -8,7 +8,9 @@ import textwrap
 import pytest
 
 from k3rl.envs.base import EnvSpec, ToolEnv
-from k3rl.envs.registry import BUILTINS, Registry
+from k3rl.envs.entries import BUILTINS
+from k3rl.envs.file_hunt import FileHunt
+from k3rl.envs.registry import Registry
 from k3rl.errors import EnvError
 from k3rl.types import from_plain, to_plain
 
@@ -39,7 +41,7 @@ def test_bad_ids(registry, id):
 
 
 def test_collision_names_the_holder(registry):
-    with pytest.raises(EnvError, match=r"k3rl/FileHunt-v0: already registered, to k3rl\.envs"):
+    with pytest.raises(EnvError, match=r"FileHunt-v0: already registered by k3rl, to k3rl\.envs"):
         registry.register("k3rl/FileHunt-v0", HUNT)
 
 
@@ -95,15 +97,66 @@ def test_decorator_registers_the_class_itself(registry):
         raise NotImplementedError
 
     @registry.register("acme/Local-v0", policies={"oracle": play}, nondeterministic=True)
-    class Local:
-        def __init__(self, spec):
-            self.spec = spec
+    class Local(FileHunt):
+        """Its own class, known by no other name."""
 
     env = registry.make("acme/Local-v0")
     assert isinstance(env, Local)
     assert env.spec.nondeterministic
     assert env.spec.entry_point.endswith("Local")
     assert registry.policy("acme/Local-v0", "oracle") is play
+
+
+def test_what_is_no_tool_env_is_refused_when_made(registry):
+    registry.register("acme/Plain-v0", "types:SimpleNamespace")
+    registry.register("acme/Number-v0", "math:pi")
+    registry.register("acme/Cls-v0", "tests.envs.test_registry:NoTools")
+    for id, says in (
+        ("acme/Plain-v0", "SimpleNamespace"),
+        ("acme/Number-v0", "is no class"),
+        ("acme/Cls-v0", r"no ToolEnv, it lacks \['act', .*'tools'\]"),
+    ):
+        with pytest.raises(EnvError, match=f"{id}.*{says}"):
+            registry.make(id)
+
+
+class NoTools:
+    def __init__(self, spec):
+        self.spec = spec
+
+
+def test_kwargs_of_a_wrong_type_are_named(registry):
+    with pytest.raises(EnvError, match=r"k3rl/FileHunt-v0: .*FileHunt cannot be made: TypeError"):
+        registry.make("k3rl/FileHunt-v0", max_pointers="three")
+
+
+def test_missing_packages_say_what_to_install(registry):
+    registry.register("acme/Needy-v0", HUNT, needs=["no-such-dist"])
+    with pytest.raises(EnvError, match="acme/Needy-v0 needs no-such-dist: pip install no-such-di"):
+        registry.make("acme/Needy-v0")
+    registry.register("acme/Lazy-v0", "no_such_package.envs:Env")
+    with pytest.raises(
+        EnvError, match=r"acme/Lazy-v0: cannot load .*: pip install no-such-package"
+    ):
+        registry.make("acme/Lazy-v0")
+
+
+@pytest.mark.parametrize("policy", [3, None, "module", "module:", ":name", "a b:c"])
+@pytest.mark.parametrize("what", ["policies", "cheats"])
+def test_bad_policies_are_refused_when_registered(registry, policy, what):
+    with pytest.raises(EnvError, match="acme/Bad-v0: policy 'oracle' must be"):
+        registry.register("acme/Bad-v0", HUNT, **{what: {"oracle": policy}})
+    assert "acme/Bad-v0" not in registry.names()
+
+
+def test_policies_that_cannot_be_loaded_are_named(registry):
+    where = {"oracle": "k3rl.envs.file_hunt:no_such", "random": "k3rl.envs.file_hunt:MAX_POINTERS"}
+    registry.register("acme/Odd-v0", HUNT, policies=where)
+    assert registry.policies("acme/Odd-v0") == ["oracle", "random"]
+    with pytest.raises(EnvError, match=r"acme/Odd-v0: cannot load .*no_such"):
+        registry.policy("acme/Odd-v0", "oracle")
+    with pytest.raises(EnvError, match=r"'random': .*MAX_POINTERS is no function"):
+        registry.policy("acme/Odd-v0", "random")
 
 
 def test_registries_do_not_share(registry):
@@ -182,7 +235,8 @@ def test_a_broken_entry_point_is_named_and_harms_no_other(tmp_path):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             assert "acme/Hunt-v1" in registry.ids()
-        assert "broken = broken_envs" in str(caught[0].message), caught
+        assert "package broken: entry point broken = broken_envs" in str(caught[0].message), caught
+        assert registry.problems() == [str(each.message) for each in caught]
         try:
             registry.make("acme/Nothing-v0")
         except Exception as error:
@@ -193,3 +247,63 @@ def test_a_broken_entry_point_is_named_and_harms_no_other(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "no environment 'acme/Nothing-v0'" in done.stdout
     assert "broken = broken_envs cannot be loaded" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "id", "says"),
+    [
+        ("zeta", "acme/Hunt-v1", "acme/Hunt-v1: already registered by acme, to"),
+        ("zeta", "acme/Hunt-v0", "acme/Hunt-v0: a downgrade, acme/Hunt-v1 is registered by acme"),
+        ("zeta", "acme/Hunt-v2", "acme/Hunt-v2: a version of acme/Hunt-v1, which is registered by"),
+        ("zeta", "k3rl/FileHunt-v0", "k3rl/FileHunt-v0: already registered by k3rl, to"),
+        ("zeta", "k3rl/FileHunt-v1", "k3rl/FileHunt-v1: a version of k3rl/FileHunt-v0, which is"),
+    ],
+)
+@pytest.mark.parametrize("order", [1, -1])
+def test_packages_cannot_take_names_of_others(tmp_path, name, id, says, order):
+    """Whatever the order in which they are found on the path."""
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    distribution(folders[0], "acme", "acme_envs", PLUGIN)
+    source = f"from k3rl.envs import registry\nregistry.register({id!r}, {HUNT!r})\n"
+    distribution(folders[1], name, f"{name}_envs", source)
+    done = python(
+        """
+        import sys
+        sys.path[:0] = sys.argv[1:]
+        from k3rl.envs import registry
+        print(registry.package("acme/Hunt-v1"), registry.package("k3rl/FileHunt-v0"))
+        print(registry.problems())
+        """,
+        *folders[::order],
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("acme k3rl\n")
+    assert says in done.stdout
+    assert done.stdout.count("package zeta: entry point zeta = zeta_envs cannot be loaded") == 1
+
+
+def test_gymnasium_makes_what_a_package_registered(tmp_path):
+    distribution(tmp_path, "acme", "acme_envs", PLUGIN)
+    done = python(
+        """
+        import functools, sys
+        from pathlib import Path
+        sys.path.insert(0, sys.argv[1])
+        import gymnasium
+        from k3rl.blobs import BlobStore
+        from k3rl.envs.gym import register_gym
+        from k3rl.sandboxes.factory import open_backend
+        register_gym()
+        here = Path(sys.argv[1])
+        opener = functools.partial(open_backend, "bwrap", BlobStore(here / "b"), here / "s")
+        env = gymnasium.make("acme/Hunt-v1", backend=opener)
+        (message,), info = env.reset(seed=0)
+        assert info["task"]["env_id"] == "acme/Hunt-v1"
+        assert info["task"]["metadata"]["num_pointers"] == 1
+        env.close()
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
