@@ -131,10 +131,14 @@ class Session:
         self.num_turns += 1
         self.is_over = step.terminated
 
-    async def carry_on(self, policy: ScriptedPolicy) -> Outcome:
-        """Let a policy play on to the end or the turn limit, then grade."""
+    async def play_out(self, policy: ScriptedPolicy) -> None:
+        """Let a policy play on to the end or the turn limit."""
         while not self.is_over and self.num_turns < self.task.limits.max_turns:
             await self.turn(policy)
+
+    async def carry_on(self, policy: ScriptedPolicy) -> Outcome:
+        """`play_out`, then grade."""
+        await self.play_out(policy)
         return await self.env.grade()
 
     async def start_over(self, state: JsonObject) -> None:

@@ -112,8 +112,7 @@ async def grading_leaves_no_trace(case: Case) -> str:
         if name not in case.policies:
             continue
         async with case.session() as session:
-            while not session.is_over and session.num_turns < session.task.limits.max_turns:
-                await session.turn(case.policies[name])
+            await session.play_out(case.policies[name])
             before = await _tree(session)
             await session.env.grade()
             after = await _tree(session)

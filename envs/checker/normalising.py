@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 
 from k3rl.envs.base import MAX_NORMALISERS, Normaliser, ToolEnv
@@ -11,8 +12,8 @@ from k3rl.envs.checker.case import Broken, Case, Undeclared, need, shorten
 from k3rl.envs.checker.check import Check, Group
 
 MIN_HIDDEN = 3
-"""So many different texts that a repetition never changes, and that read the same afterwards, are
-differences between tasks. Two can be the clock's doing."""
+"""So many different texts in one place that a repetition never changes are differences between
+tasks; two can be the clock's doing."""
 
 
 async def normalisers_are_few(case: Case) -> str:
@@ -54,29 +55,47 @@ def _all(normalisers: tuple[Normaliser, ...], text: str) -> str:
 
 
 async def outputs_stay_apart(case: Case) -> str:
-    """No outputs of the oracle's plays that differ from task to task read the same afterwards.
+    """What is replaced in the tools' outputs changes from run to run, not from task to task.
 
-    The plays are run twice without normalisers. Outputs that read the same with them, though none
-    of them changes from run to run, differ in what the tasks are.
+    The oracle plays every task twice without normalisers. Where a normaliser finds texts that a
+    repetition never changes and that differ between tasks, it hides what the tasks are.
     """
     normalisers = case.make().normalisers
     if not normalisers:
         raise Undeclared("no normaliser")
     first, second = await _raw_outputs(case), await _raw_outputs(case)
-    stable: dict[str, set[str]] = defaultdict(set)
-    noisy = set()
+    kept: dict[_Place, set[str]] = defaultdict(set)
+    noisy: set[_Place] = set()
     for one, other in zip(first, second, strict=False):
-        stable[_all(normalisers, one)].add(one)
-        if one != other:
-            noisy.add(_all(normalisers, one))
-    for text, raw in sorted(stable.items()):
-        shown = " / ".join(shorten(each) for each in sorted(raw)[:2])
-        need(text in noisy or len(raw) < MIN_HIDDEN, f"{len(raw)} outputs read the same: {shown}")
-    return f"{len(first)} outputs, {len(noisy)} of them change from run to run"
+        again = dict(_matches(normalisers, other))
+        for place, text in _matches(normalisers, one):
+            kept[place].add(text)
+            if again.get(place) != text:
+                noisy.add(place)
+    for place, texts in sorted(kept.items()):
+        shown = " / ".join(shorten(each) for each in sorted(texts)[:2])
+        is_difference = len(texts) >= MIN_HIDDEN and place not in noisy
+        need(not is_difference, f"{place[0]}: hides what differs from task to task: {shown}")
+    return f"{len(first)} outputs, {len(noisy)} of {len(kept)} places change from run to run"
 
 
-async def _raw_outputs(case: Case) -> list[str]:
-    """What the tools say to the oracle when nothing is normalised."""
+_Place = tuple[str, str, int]
+"""A normaliser, a tool, and which match in its output."""
+
+
+def _matches(
+    normalisers: tuple[Normaliser, ...], output: tuple[str, str]
+) -> Iterator[tuple[_Place, str]]:
+    """Where the normalisers, one after the other, find something in the output of a tool."""
+    tool, text = output
+    for each in normalisers:
+        for number, match in enumerate(re.finditer(each.pattern, text)):
+            yield (each.name, tool, number), match[0]
+        text = each.apply(text)
+
+
+async def _raw_outputs(case: Case) -> list[tuple[str, str]]:
+    """What the tools, by name, say to the oracle when nothing is normalised."""
 
     def bare() -> ToolEnv:
         env = case.make()
@@ -84,7 +103,8 @@ async def _raw_outputs(case: Case) -> list[str]:
         return env
 
     plays = await replace(case, make=bare).play_all(case.tasks("train"), case.policy("oracle"))
-    return [m.content for played in plays for m in played.transcript if m.role == "tool"]
+    said = [message for played in plays for message in played.transcript]
+    return [(message.tool or "", message.content) for message in said if message.role == "tool"]
 
 
 CHECKS = (

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 from k3rl.envs.base import REWARD_PARTS
-from k3rl.envs.checker.case import SPLITS, Broken, Case, Undeclared, need
+from k3rl.envs.checker.case import SPLITS, Broken, Case, Session, Undeclared, need
 from k3rl.envs.checker.check import Check, Group
-from k3rl.types import Message, Outcome, OutcomeKind
+from k3rl.errors import GraderError
+from k3rl.types import Message, OutcomeKind
 
 MAX_RANDOM_MEAN = 0.25
 MIN_RANDOM_PLAYS = 16
@@ -57,19 +58,23 @@ async def every_end_is_graded(case: Case) -> str:
         async with case.session() as session:
             if name is not None:
                 await session.env.act(Message("assistant", name))
-            _need_graded(f"after the answer {name!r:.20}", case, await session.env.grade())
+            await _need_graded(f"after the answer {name!r:.20}", session)
         endings += 1
     for policy in ("oracle", "random", "null"):
         if policy in case.policies:
             async with case.session() as session:
-                outcome = await session.carry_on(case.policies[policy])
-                _need_graded(f"after {policy}", case, outcome)
+                await session.play_out(case.policies[policy])
+                await _need_graded(f"after {policy}", session)
             endings += 1
     return f"{endings} endings"
 
 
-def _need_graded(where: str, case: Case, outcome: Outcome) -> None:
-    parts, weights = outcome.reward_parts, case.make().spec.reward
+async def _need_graded(where: str, session: Session) -> None:
+    try:
+        outcome = await session.env.grade()
+    except GraderError as error:
+        raise Broken(f"{where}: {error}") from None
+    parts, weights = outcome.reward_parts, session.env.spec.reward
     missing = {*REWARD_PARTS, *weights} - set(parts)
     need(not missing, f"{where}: no reward part {', '.join(sorted(missing))}")
     need(outcome.reward is not None, f"{where}: no reward")

@@ -9,7 +9,7 @@ from collections.abc import Awaitable
 from dataclasses import replace
 
 from k3rl.envs.base import ScriptedPolicy
-from k3rl.envs.checker.case import Broken, Case, Session, difference, need, shorten
+from k3rl.envs.checker.case import Broken, Case, difference, need, shorten
 from k3rl.envs.checker.check import Check, Group
 from k3rl.envs.checker.watched import Watched
 from k3rl.envs.play import Played, cut_off
@@ -197,29 +197,33 @@ async def observations_stay(case: Case) -> str:
 
 async def lost_sandboxes_are_raised(case: Case) -> str:
     """When the sandbox is gone, act and grade raise SandboxError: no answer, no reward."""
-    oracle = case.policy("oracle")
-    tried = 0
-    for num_turns in (0, 1):
-        async with case.session() as session:
-            for _ in range(num_turns):
-                await session.turn(oracle)
-            await case.backend.close(session.sandbox.id)
-            tried += await _need_loss(case, session, oracle)
-    return f"raised {tried} times" if tried else "it never asks anything of the sandbox"
+    oracle, num_raised = case.policy("oracle"), 0
+    async with case.session() as session:
+        await case.backend.close(session.sandbox.id)
+        while not session.is_over and session.num_turns < session.task.limits.max_turns:
+            if await _is_lost(case, session.turn(oracle), "an answer"):
+                num_raised += 1
+                break
+    async with case.session() as session:
+        await session.play_out(oracle)
+        await case.backend.close(session.sandbox.id)
+        num_raised += await _is_lost(case, session.env.grade(), "a reward")
+    return f"raised {num_raised} times" if num_raised else "it asks nothing of the sandbox"
 
 
-async def _need_loss(case: Case, session: Session, oracle: ScriptedPolicy) -> int:
+async def _is_lost(case: Case, use: Awaitable[object], what: str) -> bool:
+    """Whether it raised the loss; Broken when it met it and raised something else or nothing."""
     watched = case.backend
     assert isinstance(watched, Watched)
     before = watched.num_refused
     try:
-        await session.carry_on(oracle)
+        await use
     except SandboxError:
-        return 1
+        return True
     except Exception as error:  # also one that hides the loss
         raise Broken(f"the loss is raised as {error!r}") from None
-    need(watched.num_refused == before, "a command that could not run became an answer or a reward")
-    return 0
+    need(watched.num_refused == before, f"what a lost sandbox could not do became {what}")
+    return False
 
 
 CHECKS = (
