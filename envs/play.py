@@ -1,6 +1,7 @@
 """Play one task with a scripted policy: an episode in messages, without tokens or a store.
 
-For oracle transcripts, checks of an environment, and trying one out by hand.
+For oracle transcripts, checks of an environment, and trying one out by hand. Without tokens no
+context fills up: a harness's compaction never comes, and nobody plays sub-agents.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from k3rl.envs.base import ScriptedPolicy, ToolEnv
+from k3rl.envs.harness.session import turn_limit
 from k3rl.sandboxes.base import Sandbox, SandboxBackend
 from k3rl.types import (
     Message,
@@ -49,7 +51,7 @@ async def play(
         transcript = list((await env.open(task, sandbox)).messages)
         records: list[ToolRecord] = []
         terminated = False
-        for turn in range(task.limits.max_turns):
+        for turn in range(turn_limit(env, task)):
             message = policy(task, tuple(transcript), philox(seed, task.key, turn))
             step = await env.act(message)
             transcript += [message, *step.messages]

@@ -15,7 +15,7 @@ from statistics import fmean
 from k3rl import metrics
 from k3rl.config import Config
 from k3rl.envs.base import ToolEnv
-from k3rl.groups import is_success
+from k3rl.groups import is_success, own_digests
 from k3rl.types import Trajectory, TrajectoryHeader, TrajectoryKey
 
 Z_95 = 1.959964
@@ -68,7 +68,7 @@ def plan(
             for env in config.envs:
                 world = envs[env.id]
                 task = world.task(settings.split, settings.first_task + index)
-                own = {"env": world.spec.digest, "sandbox": world.sandbox_spec.digest}
+                own = own_digests(config, world, task)
                 headers += [
                     TrajectoryHeader(
                         TrajectoryKey(law, task.key, level, index, sample),

@@ -14,6 +14,7 @@ from typing import cast
 from k3rl.algorithms.intensity import Budgets
 from k3rl.config import Config
 from k3rl.envs.base import ToolEnv
+from k3rl.envs.harness.drawing import harness_of
 from k3rl.learner.protocol import Member
 from k3rl.sections import Level, value_at
 from k3rl.types import (
@@ -38,6 +39,16 @@ def has_reward(outcome: Outcome | None) -> bool:
 def is_success(outcome: Outcome | None) -> bool:
     """Whether the policy solved the task: full reward."""
     return outcome is not None and outcome.reward is not None and outcome.reward >= 1.0
+
+
+def own_digests(config: Config, env: ToolEnv, task: Task) -> dict[str, str]:
+    """What goes on the headers of a task's trajectories: environment, sandbox, drawn harness."""
+    harness = harness_of(config.harness.model_dump(mode="json"), config.seed, task)
+    return {
+        "env": env.spec.digest,
+        "sandbox": env.sandbox_spec.digest,
+        "harness": harness.digest,
+    }
 
 
 @dataclass(slots=True)
@@ -208,7 +219,7 @@ class Groups:
         key = TrajectoryKey(self.config.run.name, task.key, level, group, sample, attempt)
         known = self._groups[level, group]
         budget = known.budget if known.members else self._budget(level, task, iteration)
-        own = {"env": env.spec.digest, "sandbox": env.sandbox_spec.digest}
+        own = own_digests(self.config, env, task)
         return TrajectoryHeader(
             key,
             task,

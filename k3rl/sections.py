@@ -122,11 +122,86 @@ class EnvConfig(Section):
     kwargs: dict[str, Any] = {}
 
 
-class HarnessConfig(Section):
+Preset = Literal["none", "shell_agent", "editor_agent", "patch_agent"]
+Fraction = Annotated[float, Field(gt=0, lt=1)]
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(gt=0)]
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$")]
+
+
+class ToolStyleConfig(Section):
+    """How tools are shown; null keeps what the preset says, here and in the parts below."""
+
+    case: Literal["keep", "camel", "snake"] | None = None
+    prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_]*$")] | None = None
+    names: dict[str, ToolName] | None = None
+    """Own name of a tool to the name shown."""
+    parameters: dict[str, ToolName] | None = None
+    descriptions: Literal["plain", "usage", "none"] | None = None
+    shell: ToolName | None = None
+    """One tool of this name that takes command lines, in place of all."""
+
+
+class ContextConfig(Section):
+    """What becomes of a context that fills up."""
+
+    kind: Literal["full", "compaction"] | None = None
+    fraction: Fraction | None = None
+    """Of the task's max_context_tokens: a context that holds so many is summed up."""
+    instruction: Annotated[str, Field(min_length=1)] | None = None
+
+
+class MemoryConfig(Section):
+    """Notes that the policy writes; every new context shows them."""
+
+    file: str | None = None
+    max_chars: Count | None = None
+
+
+class SubAgentsConfig(Section):
+    """Tasks that the policy may give away; who does them is out of the loss."""
+
+    max_count: Count | None = None
+    max_turns: Count | None = None
+    max_tokens: Count | None = None
+    tools: list[str] | None = None
+    """Own names of the environment's tools that they get."""
+    prompt: str | None = None
+
+
+class HarnessParts(Section):
+    """Parts of a harness; null keeps what the preset says, false takes a part away."""
+
+    system_prompt: str | None = None
+    tools: ToolStyleConfig | None = None
+    context: ContextConfig | None = None
+    skills: dict[str, str] | None = None
+    """Name to Markdown."""
+    memory: MemoryConfig | Literal[False] | None = None
+    sub_agents: SubAgentsConfig | Literal[False] | None = None
+    max_turns: Count | None = None
+    """Overrides the tasks' own limit; null keeps it."""
+
+
+class HarnessVariant(HarnessParts):
+    """Parts that some task groups get."""
+
+    weight: Share = 1.0
+
+
+class RandomizeConfig(Section):
+    """Each task group draws a preset and a variant, by their weights."""
+
+    presets: dict[Preset, Share] = {}
+    """None: `harness.preset` for all."""
+    variants: list[HarnessVariant] = []
+
+
+class HarnessConfig(HarnessParts):
     """What surrounds the policy beside the environment's tools."""
 
-    max_turns: Annotated[int, Field(ge=1)] | None = None
-    """Overrides the tasks' own limit; null keeps it."""
+    preset: Preset = "none"
+    randomize: RandomizeConfig | None = None
 
 
 class PoolConfig(Section):

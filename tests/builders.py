@@ -320,14 +320,17 @@ async def record_of(store, id: str) -> tuple:
 
     Snapshot ids are left out: they name times of files too.
     """
-    trajectory, read = await store.get(id), await store.read(Ref(id))
-    arrays = (read.token_ids, read.loss_mask, read.rollout_logprobs)
+    trajectory = await store.get(id)
+    refs = [Ref(id, context=context) for context in range(trajectory.num_contexts)]
+    reads = [await store.read(ref) for ref in refs]
+    arrays = [each for r in reads for each in (r.token_ids, r.loss_mask, r.rollout_logprobs)]
     steps = [
         (
             (step.index, step.token_start, step.token_end, step.finish_reason, step.is_terminal),
-            (step.tree_digest, step.env_state),
+            (step.context, step.tree_digest, step.env_state),
             [(call.call, call.status, call.output, call.output_digest) for call in step.calls],
         )
         for step in trajectory.steps
     ]
-    return [array.tobytes() for array in arrays], read.spans, steps, trajectory.outcome
+    spans = [read.spans for read in reads]
+    return [array.tobytes() for array in arrays], spans, steps, trajectory.outcome

@@ -40,7 +40,8 @@ ARROWS = {
     "view": {"store", "rollout.renderer", "config", "metrics", "evaluation"},
     "supervisor": {"store.protocol"},
     "groups": {
-        "config", "sections", "envs.base", "algorithms.intensity", "learner.protocol",
+        "config", "sections", "envs.base", "envs.harness", "algorithms.intensity",
+        "learner.protocol",
     },
     "evaluation": {"config", "metrics", "groups", "envs.base"},
     "controller": {

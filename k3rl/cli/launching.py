@@ -17,7 +17,6 @@ from k3rl.blobs import replace_file
 from k3rl.config import Config
 from k3rl.controller import Controller, Progress, Summary
 from k3rl.errors import ConfigError
-from k3rl.types import digest_json
 
 if TYPE_CHECKING:
     from k3rl.cluster import Parts
@@ -32,11 +31,15 @@ Watch = Callable[[Progress, "Parts"], None]
 
 
 def check_envs(settings: Config) -> None:
-    """Fail before anything starts when an environment, a script or a policy does not exist."""
+    """Fail before anything starts when something that the config names does not exist or fit."""
     from k3rl.envs import registry
+    from k3rl.envs.harness.drawing import harnesses
+    from k3rl.envs.harness.session import HarnessedEnv
 
     for env in settings.envs:
-        registry.make(env.id, reward=env.reward, **env.kwargs)
+        made = registry.make(env.id, reward=env.reward, **env.kwargs)
+        for harness in harnesses(settings.harness.model_dump(mode="json")):
+            HarnessedEnv(made, harness)
         if settings.engine.kind == "scripted":
             for policy in settings.engine.policies:
                 registry.policy(env.id, policy)
@@ -99,10 +102,7 @@ async def _launched(settings: Config, update: Watch) -> Summary:
     backend = make_backend(settings)
     enforced = await backend.capabilities()
     await backend.aclose()
-    digests = {
-        "tokenizer": make_renderer(settings).digest,
-        "harness": digest_json(settings.harness.model_dump()),
-    }
+    digests = {"tokenizer": make_renderer(settings).digest}
     async with launch(settings) as parts:
         controller = Controller(
             settings,

@@ -27,7 +27,7 @@ def replay(
 
 async def _replay_all(ids: list[str], run: RunOption) -> list[ReplayReport]:
     from k3rl.replay.verify import replay as replay_one
-    from k3rl.rollout.worker import make_backend, make_env, make_renderer, sandbox_spec
+    from k3rl.rollout.worker import make_backend, make_renderer, make_session, sandbox_spec
     from k3rl.store.reader import StoreReader
 
     folder, settings = find_run(run)
@@ -36,7 +36,7 @@ async def _replay_all(ids: list[str], run: RunOption) -> list[ReplayReport]:
     reports = []
     try:
         for id in ids:
-            env = make_env(settings, reader.get(id).header.task.env_id)
+            env = make_session(settings, reader.get(id).header.task)
             spec = sandbox_spec(settings, env)
             reports.append(await replay_one(reader, id, env, backend, spec, renderer))
     finally:

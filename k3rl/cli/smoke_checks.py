@@ -157,13 +157,13 @@ def _crosses_versions(reader: StoreReader, trajectory: Trajectory) -> bool:
 def _replay(settings: Config, reader: StoreReader, played: Iterable[Trajectory]) -> Check:
     """Replay the solved trajectory with the most steps."""
     from k3rl.replay.verify import replay
-    from k3rl.rollout.worker import make_backend, make_env, make_renderer, sandbox_spec
+    from k3rl.rollout.worker import make_backend, make_renderer, make_session, sandbox_spec
 
     solved = [t for t in played if is_success(t.outcome)]
     if not solved:
         return Check("replay in a fresh sandbox", "nothing was solved", "identical", False)
     chosen = max(solved, key=lambda t: len(t.steps))
-    env = make_env(settings, chosen.header.task.env_id)
+    env = make_session(settings, chosen.header.task)
 
     async def go() -> bool:
         backend = make_backend(settings)

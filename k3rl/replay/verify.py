@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from k3rl.envs.base import StepResult, ToolEnv
+from k3rl.envs.harness.session import HarnessedEnv, recorded_reports, was_summary
+from k3rl.envs.harness.sub_agents import RecordedSubAgents
 from k3rl.errors import UserInputError
 from k3rl.rollout.renderer import Renderer
 from k3rl.sandboxes.base import Sandbox, SandboxBackend
@@ -66,10 +68,15 @@ async def replay(
     trajectory = reader.get(trajectory_id)
     if not trajectory.steps:
         raise UserInputError(f"trajectory {trajectory.id} has no committed step to replay")
-    check_digests(trajectory.header, {"env": env.spec.digest, "tokenizer": renderer.digest})
+    harness = {"harness": env.harness.digest} if isinstance(env, HarnessedEnv) else {}
+    present = {"env": env.spec.digest, "tokenizer": renderer.digest}
+    check_digests(trajectory.header, present | harness)
     opening, *steps = trajectory.steps
     assert opening.snapshot_after is not None
-    tokens = reader.read(Ref(trajectory.id)).token_ids
+    contexts = [
+        reader.read(Ref(trajectory.id, context=context)).token_ids
+        for context in range(trajectory.num_contexts)
+    ]
     sandbox_id = await backend.restore(spec, reader.snapshot(opening.snapshot_after))
     sandbox = Sandbox(backend, sandbox_id)
     verdicts = []
@@ -77,15 +84,45 @@ async def replay(
         await env.open(trajectory.header.task, sandbox, opening.env_state)
         verdicts.append(_verdict(opening, None, await backend.tree_digest(sandbox_id)))
         for step in steps:
-            turn = tokens[step.token_start : _turn_end(step, tokens, renderer)]
-            result = await env.act(renderer.parse_turn(turn))
-            verdicts.append(_verdict(step, result, await backend.tree_digest(sandbox_id)))
-            if result.terminated:
+            tokens = contexts[step.context]
+            result, changed = None, ""
+            if step.finish_reason is None:
+                changed = _open_context(env, trajectory, step, tokens, renderer)
+            else:
+                turn = tokens[step.token_start : _turn_end(step, tokens, renderer)]
+                _prepare(env, trajectory, step)
+                result = await env.act(renderer.parse_turn(turn))
+            tree_digest = await backend.tree_digest(sandbox_id)
+            verdicts.append(_verdict(step, result, tree_digest, changed))
+            if result is not None and result.terminated:
                 break
     finally:
         await env.close()
         await backend.close(sandbox_id)
     return ReplayReport(trajectory, tuple(verdicts))
+
+
+def _open_context(
+    env: ToolEnv, trajectory: Trajectory, step: Step, tokens: Int32Array, renderer: Renderer
+) -> str:
+    """Open the context that a step without a turn begins; says how its opening differs."""
+    if not isinstance(env, HarnessedEnv) or not env.is_context_closed:
+        return "opening: stored a new context, now none is opened"
+    level = trajectory.header.key.level
+    ids = renderer.start(env.next_context().messages, env.tools, level)
+    stored = tokens[: step.token_end]
+    if np.array_equal(ids, stored):
+        return ""
+    return f"opening: stored {len(stored)} tokens, now {len(ids)} or others"
+
+
+def _prepare(env: ToolEnv, trajectory: Trajectory, step: Step) -> None:
+    """What a session is told before the turn of `step`: of summaries, and what sub-agents did."""
+    if not isinstance(env, HarnessedEnv):
+        return
+    env.run_sub_agent = RecordedSubAgents(recorded_reports(step.env_state))
+    if was_summary(step.env_state):
+        env.ask_summary()
 
 
 def _turn_end(step: Step, tokens: Int32Array, renderer: Renderer) -> int:
@@ -95,8 +132,10 @@ def _turn_end(step: Step, tokens: Int32Array, renderer: Renderer) -> int:
     return step.token_start + int(stops[0]) + 1 if len(stops) else step.token_end
 
 
-def _verdict(step: Step, result: StepResult | None, tree_digest: Digest) -> StepVerdict:
-    differences = []
+def _verdict(
+    step: Step, result: StepResult | None, tree_digest: Digest, changed: str = ""
+) -> StepVerdict:
+    differences = [changed] if changed else []
     if step.tree_digest != tree_digest:
         differences.append(f"tree_digest: stored {step.tree_digest}, now {tree_digest}")
     records = result.records if result else ()

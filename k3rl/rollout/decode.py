@@ -79,7 +79,7 @@ class LaneDecoder:
             self.stats.num_cache_hits += 1
         lanes.hold(lane, context)
         offset, end = len(context), len(context) + request.max_new_tokens
-        numbers = uniforms(request.law.seed, request.key.id, offset, request.max_new_tokens)
+        numbers = uniforms(request.law.seed, request.stream, offset, request.max_new_tokens)
         lanes.uniforms[lane, offset:end] = numbers
         lanes.limit[lane] = end
         lanes.is_greedy[lane] = request.law.temperature == 0.0

@@ -1,8 +1,9 @@
 """The sampling rule: one Philox number per token offset, inverse CDF over ids in order.
 
-The number that decides the token at offset t of a trajectory is number t of the stream keyed by
-(seed, trajectory id) (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). There is
-no generator state, so pause, resume, another process and the batch around it cannot change it.
+The number that decides the token at offset t of a context is number t of the stream keyed by
+(seed, `GenerateRequest.stream`) (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2,
+3"). There is no generator state, so pause, resume, another process and the batch around it cannot
+change it.
 
 Axes: B sequences, V vocabulary ids.
 """
@@ -16,17 +17,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from k3rl.types import TrajectoryId, philox
+from k3rl.types import philox
 
 BLOCK = 4
 """Numbers of one Philox 4x64 counter value."""
 
 
-def uniforms(
-    seed: int, trajectory_id: TrajectoryId, offset: int, count: int
-) -> NDArray[np.float64]:
-    """Numbers [offset, offset + count) of a trajectory's stream, each in [0, 1)."""
-    generator = philox(seed, trajectory_id)
+def uniforms(seed: int, stream: str, offset: int, count: int) -> NDArray[np.float64]:
+    """Numbers [offset, offset + count) of a stream, each in [0, 1)."""
+    generator = philox(seed, stream)
     cast(np.random.Philox, generator.bit_generator).advance(offset // BLOCK)
     skipped = offset % BLOCK
     return generator.random(skipped + count)[skipped:]

@@ -2,7 +2,7 @@
 
 A request names all the tokens of a context so far. An engine keeps whatever state it likes between
 requests of one trajectory, but a fresh engine given the same request continues the same way: what
-is sampled at a token offset depends on (seed, trajectory id, offset) and the law alone.
+is sampled at a token offset depends on (seed, trajectory id, context, offset) and the law alone.
 """
 
 from __future__ import annotations
@@ -57,6 +57,13 @@ class GenerateRequest:
     max_new_tokens: int
     stop_ids: tuple[int, ...]
     law: SamplingLaw = field(default_factory=SamplingLaw)
+    context: int = 0
+    """Number of the context within its trajectory."""
+
+    @property
+    def stream(self) -> str:
+        """Names the random numbers: the trajectory's id, and the context behind the first one."""
+        return f"{self.key.id}/{self.context}" if self.context else self.key.id
 
 
 @dataclass(frozen=True, slots=True, eq=False)

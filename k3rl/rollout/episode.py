@@ -9,6 +9,10 @@ Invariants. Tokens the engine sampled are appended as they are, never re-tokenis
 tokens reach the store only in the commit that carries their snapshot. After a pause or a kill the
 sandbox is the last committed snapshot, the acknowledged tokens of the unfinished turn stand, and
 the turn goes on behind them; so a resumed trajectory equals an uninterrupted one.
+
+Compaction. When a commit fills a context to the harness's fraction, it also asks for a summary. The
+summary is a turn like any other, in the loss; its step closes the context. The next context begins
+with a step of its own that has no turn, like step 0. Turns are counted without summaries.
 """
 
 from __future__ import annotations
@@ -20,17 +24,21 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from k3rl.envs.base import StepResult, ToolEnv
+from k3rl.envs.base import Observation, StepResult, ToolEnv
+from k3rl.envs.harness.session import HarnessedEnv, turn_limit
 from k3rl.errors import GraderError, SandboxError, UncapturableTree
 from k3rl.rollout.engine import Delta, GenerateRequest, RolloutEngine, SamplingLaw
 from k3rl.rollout.renderer import Renderer
+from k3rl.rollout.sub_agents import EngineSubAgents, SubAgentPaused
 from k3rl.sandboxes.base import Sandbox, SandboxBackend
 from k3rl.sandboxes.spec import SandboxSpec
 from k3rl.store.ledger import Ledger
 from k3rl.store.protocol import Ack, Claim, StepFrame, TrajectoryStore
 from k3rl.types import (
     Author,
+    BoolArray,
     FinishReason,
+    Float32Array,
     Int32Array,
     Message,
     Outcome,
@@ -58,7 +66,6 @@ class EpisodeParts:
     seed: int
     """Of every sampling law; the temperature is the trajectory's own."""
     ack_tokens: int = 64
-    max_turns: int | None = None
     ledger: Ledger | None = None
 
 
@@ -85,19 +92,27 @@ class Episode:
         no_tokens = np.empty(0, np.int32)
         self._ids: list[Int32Array] = [claim.tokens.token_ids if claim.tokens else no_tokens]
         self._num_tokens = len(self._ids[0])
-        self._num_sampled = int(claim.tokens.loss_mask.sum()) if claim.tokens else 0
+        self._context = claim.tokens.context if claim.tokens else 0
+        self._num_sampled = claim.num_sampled
         self._started = time.monotonic()
+        self._harnessed = env if isinstance(env, HarnessedEnv) else None
+        self._sub_agents = EngineSubAgents(parts.engine, parts.renderer, claim.header, parts.seed)
+        if self._harnessed is not None:
+            self._harnessed.run_sub_agent = self._sub_agents
 
     async def pause(self) -> None:
         """Ask the episode to give its trajectory back at the next token or step end."""
         self.is_pausing = True
         await self.parts.engine.abort(self.id)
+        await self._sub_agents.pause()
 
     async def run(self) -> Outcome | None:
         """Play; returns the outcome, or None when the trajectory was paused."""
         await self._note(list(self.claim.acks))
         try:
             outcome = await self._play()
+        except SubAgentPaused:
+            outcome = None
         except UncapturableTree as error:
             outcome = Outcome(OutcomeKind.POLICY_FAULT, 0.0, detail=str(error))
         except SandboxError as error:
@@ -116,9 +131,10 @@ class Episode:
         await self._open()
         if self.steps[-1].is_terminal:
             return await self.env.grade()
-        turn_limit = self.parts.max_turns or self.task.limits.max_turns
         while True:
-            if len(self.steps) > turn_limit:
+            if self._harnessed is not None and self._harnessed.is_context_closed:
+                await self._open_context(self._harnessed)
+            if self._num_turns() >= turn_limit(self.env, self.task):
                 return await self._truncate(TruncationCause.TURNS)
             if self._live_s() > self.task.limits.max_time_s:
                 return await self._truncate(TruncationCause.TIME)
@@ -145,9 +161,24 @@ class Episode:
         sandbox_id = await backend.create(spec, self.env.files(self.task))
         self.sandbox = Sandbox(backend, sandbox_id)
         observation = await self.env.open(self.task, self.sandbox)
+        await self._commit_opening(observation)
+
+    async def _open_context(self, env: HarnessedEnv) -> None:
+        """Begin the context that follows a summary."""
+        observation = env.next_context()
+        self._ids, self._num_tokens, self._context = [], 0, self._context + 1
+        await self._commit_opening(observation)
+
+    async def _commit_opening(self, observation: Observation) -> None:
+        """Commit the step that a context begins with."""
         level = self.claim.header.key.level
         ids = self.parts.renderer.start(observation.messages, self.env.tools, level)
-        await self._commit(Step(0, 0, len(ids), env_state=self.env.state()), ids)
+        step = Step(len(self.steps), 0, len(ids), env_state=self.env.state())
+        await self._commit(step, ids)
+
+    def _num_turns(self) -> int:
+        """Turns so far, of all contexts, without summaries: each of those closed a context."""
+        return sum(step.finish_reason is not None for step in self.steps) - self._context
 
     async def _generate(self) -> _Turn:
         """Sample until the turn ends, appending as tokens come."""
@@ -165,7 +196,9 @@ class Episode:
         began = time.monotonic()
         header = self.claim.header
         law = SamplingLaw(temperature=header.temperature, seed=self.parts.seed)
-        request = GenerateRequest(header.key, self.task, context, turn.start, room, stop_ids, law)
+        request = GenerateRequest(
+            header.key, self.task, context, turn.start, room, stop_ids, law, self._context
+        )
         turn.finish_reason = await self._sample(request)
         if turn.finish_reason is FinishReason.LENGTH:
             turn.finish_reason = cap_reason
@@ -199,7 +232,7 @@ class Episode:
         logprobs = np.concatenate([delta.rollout_logprobs for delta in pending])
         span = Span(0, Author.POLICY, *_versions(pending[0]))
         mask = np.ones(len(ids), bool)
-        frame = TokenFrame(self.id, self.epoch, self._num_tokens, ids, mask, logprobs, (span,))
+        frame = self._frame(ids, mask, logprobs, span)
         ack = await self.parts.store.append(frame)
         self._take(ids)
         self._num_sampled += len(ids)
@@ -210,6 +243,7 @@ class Episode:
         message = self._message(turn)
         began = time.monotonic()
         result = await self.env.act(message)
+        ids = self._results(result)
         step = Step(
             len(self.steps),
             turn.start,
@@ -221,7 +255,7 @@ class Episode:
             generate_s=turn.generate_s,
             act_s=time.monotonic() - began,
         )
-        await self._commit(step, self._results(result))
+        await self._commit(step, ids)
         return result.terminated
 
     def _message(self, turn: _Turn) -> Message:
@@ -229,9 +263,18 @@ class Episode:
         return self.parts.renderer.parse_turn(context[turn.start :])
 
     def _results(self, result: StepResult) -> Int32Array:
-        if result.terminated:
+        """What the policy reads next in this context; may ask for a summary."""
+        env, renderer = self._harnessed, self.parts.renderer
+        if result.terminated or (env is not None and env.is_context_closed):
             return np.empty(0, np.int32)
-        return self.parts.renderer.extend(result.messages)
+        ids = renderer.extend(result.messages)
+        # The step of these results is not among the steps yet.
+        has_turns = self._num_turns() + 1 < turn_limit(self.env, self.task)
+        num_tokens = self._num_tokens + len(ids)
+        limit = self.task.limits.max_context_tokens
+        if env is not None and has_turns and env.wants_summary(num_tokens, limit):
+            return renderer.extend([*result.messages, env.ask_summary()])
+        return ids
 
     async def _commit(self, step: Step, ids: Int32Array) -> None:
         """One commit for the step, its environment tokens and the sandbox after it."""
@@ -242,6 +285,7 @@ class Episode:
         step = replace(
             step,
             token_end=self._num_tokens + len(ids),
+            context=self._context,
             snapshot_before=before,
             snapshot_after=snapshot.snapshot_id,
             tree_digest=snapshot.tree_digest,
@@ -259,7 +303,13 @@ class Episode:
         version = self.parts.engine.policy_version
         span = Span(0, Author.ENVIRONMENT, version, version)
         mask, nan = np.zeros(len(ids), bool), np.full(len(ids), np.nan, np.float32)
-        return TokenFrame(self.id, self.epoch, self._num_tokens, ids, mask, nan, (span,))
+        return self._frame(ids, mask, nan, span)
+
+    def _frame(
+        self, ids: Int32Array, mask: BoolArray, logprobs: Float32Array, span: Span
+    ) -> TokenFrame:
+        where = (self.id, self.epoch, self._num_tokens)
+        return TokenFrame(*where, ids, mask, logprobs, (span,), context=self._context)
 
     def _take(self, ids: Int32Array) -> None:
         self._ids.append(ids)

@@ -112,7 +112,7 @@ class ScriptedEngine:
         name = self.policies[request.key.sample_index % len(self.policies)]
         policy = self.find_policy(request.task.env_id, name)
         transcript = self.renderer.parse_context(request.token_ids[: request.turn_start])
-        rng = philox(request.law.seed, request.key.id, request.turn_start)
+        rng = philox(request.law.seed, request.stream, request.turn_start)
         turn = self.renderer.assistant_ids(policy(request.task, transcript, rng))
         said = request.token_ids[request.turn_start :]
         if not np.array_equal(turn[: len(said)], said):

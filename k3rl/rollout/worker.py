@@ -9,13 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+
+import numpy as np
 
 from k3rl.blobs import BlobStore
 from k3rl.config import Config
 from k3rl.envs import registry
-from k3rl.envs.base import ToolEnv
+from k3rl.envs.base import ScriptedPolicy, ToolEnv
+from k3rl.envs.harness.drawing import harness_of
+from k3rl.envs.harness.scripted import harnessed
+from k3rl.envs.harness.session import HarnessedEnv
 from k3rl.errors import ConfigError, Fenced, WeightsError
 from k3rl.rollout.engine import RolloutEngine
 from k3rl.rollout.episode import Episode, EpisodeParts
@@ -28,8 +34,8 @@ from k3rl.sandboxes.factory import open_backend
 from k3rl.sandboxes.pool import Pool
 from k3rl.sandboxes.spec import Capability, SandboxSpec
 from k3rl.store.ledger import Ledger
-from k3rl.store.protocol import Claim, TrajectoryStore
-from k3rl.types import JsonObject, TrajectoryId
+from k3rl.store.protocol import Claim, TrajectoryStore, check_digests
+from k3rl.types import JsonObject, Message, Task, TrajectoryId
 
 CLAIM_SIZE = 8
 """Most trajectories of one claim: workers that have room for all that is queued share it."""
@@ -66,7 +72,6 @@ class RolloutWorker:
             backend=backend,
             seed=self.config.seed,
             ack_tokens=self.config.rollout.ack_tokens,
-            max_turns=self.config.harness.max_turns,
             ledger=self._ledger(worker_id),
         )
         beat = asyncio.create_task(self._heartbeat(worker_id))
@@ -145,7 +150,8 @@ class RolloutWorker:
                     self._start(claim, parts)
 
     def _start(self, claim: Claim, parts: EpisodeParts) -> None:
-        env = make_env(self.config, claim.header.task.env_id)
+        env = make_session(self.config, claim.header.task)
+        check_digests(claim.header, {"harness": env.harness.digest})
         episode = Episode(parts, env, sandbox_spec(self.config, env), claim)
         self._episodes[episode.id] = episode
         task = asyncio.create_task(self._play(episode))
@@ -189,8 +195,28 @@ class RolloutWorker:
         return Ledger(self.config.run_folder / "ledger" / f"{worker_id}.jsonl")
 
 
+def make_session(config: Config, task: Task) -> HarnessedEnv:
+    """A fresh session for `task`, in the harness that its group has."""
+    harness = harness_of(config.harness.model_dump(mode="json"), config.seed, task)
+    return HarnessedEnv(make_env(config, task.env_id), harness)
+
+
+def find_policy(config: Config) -> Callable[[str, str], ScriptedPolicy]:
+    """Scripted policies by environment and name, translated into each task's harness."""
+
+    def find(env_id: str, name: str) -> ScriptedPolicy:
+        policy = registry.policy(env_id, name)
+
+        def play(task: Task, transcript: Sequence[Message], rng: np.random.Generator) -> Message:
+            return harnessed(policy, make_session(config, task))(task, transcript, rng)
+
+        return play
+
+    return find
+
+
 def make_env(config: Config, env_id: str) -> ToolEnv:
-    """A fresh session of one of the config's environments."""
+    """A fresh session of one of the config's environments, without a harness: draws tasks."""
     for env in config.envs:
         if env.id == env_id:
             return registry.make(env_id, reward=env.reward, **env.kwargs)
@@ -221,7 +247,7 @@ def make_engine(config: Config) -> RolloutEngine:
     return ScriptedEngine(
         make_renderer(config),
         settings.policies,
-        registry.policy,
+        find_policy(config),
         delta_tokens=settings.delta_tokens,
         tokens_per_s=settings.tokens_per_s,
     )

@@ -79,6 +79,8 @@ class Claim:
     """Every acknowledgement given so far, for a ledger that missed the last one."""
     outcome: Outcome | None = None
     """Set when it turned out to be finished: only the ledger is left to write."""
+    num_sampled: int = 0
+    """Acknowledged tokens of the policy, over all contexts."""
 
 
 @dataclass(frozen=True, slots=True)

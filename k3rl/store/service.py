@@ -300,6 +300,7 @@ class StoreService(StoreCore):
             snapshot=self._live.snapshot_of(id),
             tokens=await self._context_frame(id, event.epoch),
             acks=tuple(record.acks()),
+            num_sampled=record.num_policy_tokens + record.num_policy_tokens_pending,
         )
 
     async def _branch_start(self, parent: ParentRef) -> BranchStart:

@@ -11,6 +11,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from k3rl.envs import registry
+from k3rl.envs.harness.parts import Harness
+from k3rl.envs.harness.session import HarnessedEnv
 from k3rl.envs.play import play
 from k3rl.errors import EngineError, Fenced
 from k3rl.rollout.episode import OVER_BUDGET_REWARD
@@ -262,7 +264,7 @@ async def test_the_turn_limit_lets_the_grader_judge_the_final_state(bench):
     assert stored.outcome.reward == 0.0
     assert stored.outcome.reward_parts["num_steps"] == 2.0
     assert len(stored.steps) == 3
-    of_run = await bench.play(notes(), "endless", {"max_turns": 1})
+    of_run = await bench.play(HarnessedEnv(notes(), Harness(max_turns=1)), "endless")
     assert (of_run.outcome.cause, len(of_run.steps)) == (TruncationCause.TURNS, 2)
 
 
