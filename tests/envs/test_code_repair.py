@@ -1,30 +1,41 @@
 """k3rl/CodeRepair-v0: its table, splits, tools and variants, and a verifier that fails."""
 
 import asyncio
+import functools
 import json
 import os
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
+import gymnasium
 import pytest
+from gymnasium.utils.env_checker import check_env
 
+from k3rl.blobs import BlobStore
 from k3rl.envs import registry
 from k3rl.envs.base import MAX_NORMALISERS
 from k3rl.envs.code_repair import build, grading, mutate, problems, table, workspace
 from k3rl.envs.code_repair.env import CodeRepair, workspace_of
 from k3rl.envs.code_repair.policies import call
+from k3rl.envs.gym import register_gym
 from k3rl.envs.play import play
 from k3rl.errors import EnvError, GraderError, UserInputError
 from k3rl.sandboxes.base import Sandbox
+from k3rl.sandboxes.factory import open_backend
 from k3rl.sandboxes.spec import MIB, SandboxLimits
-from k3rl.types import Task, ToolStatus, philox, to_plain
+from k3rl.types import Task, ToolStatus, from_plain, philox, to_plain
 from tests.envs import env_helpers
 from tests.envs.env_helpers import opened
 
 ID = "k3rl/CodeRepair-v0"
+
+
+def bwrap(root):
+    return open_backend("bwrap", BlobStore(root / "blobs"), root / "scratch", False)
 
 
 def with_case(tmp_path, use, **kwargs):
@@ -158,6 +169,28 @@ def test_an_oracle_repairs_projects(tmp_path):
         tested = next(record for record in played.records if record.call.tool == "run_tests")
         assert tested.status is ToolStatus.OK
         assert tested.output.rstrip().endswith(" passed")
+
+
+@pytest.mark.sandbox
+def test_the_gymnasium_face(tmp_path):
+    """It passes check_env, and an oracle that is told the task is rewarded at its last step."""
+    opener = functools.partial(bwrap, tmp_path)
+    register_gym()
+    env = gymnasium.make(ID, backend=opener, split="heldout")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_env(env.unwrapped)
+    observation, info = env.reset(seed=3)
+    task, transcript, rewards = from_plain(Task, info["task"]), list(observation), []
+    terminated = False
+    while not terminated:
+        message = registry.policy(ID, "oracle")(task, transcript, philox(0))
+        observation, reward, terminated, _, info = env.step(message)
+        transcript += [message, *observation]
+        rewards.append(reward)
+    env.close()
+    assert rewards == [0.0, 0.0, 1.0]
+    assert task.split == "heldout"
 
 
 def test_edits_make_other_programs_at_their_place():

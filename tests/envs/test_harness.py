@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from tests.envs.env_contract import CHECKS, Case
 
 from k3rl import config as configs
 from k3rl.blobs import BlobStore
@@ -33,7 +34,6 @@ from k3rl.sandboxes.base import Sandbox
 from k3rl.sandboxes.factory import open_backend
 from k3rl.sections import HarnessConfig, Preset
 from k3rl.types import Message, ToolCall, ToolStatus, from_plain, philox, to_plain
-from tests.envs.env_contract import CHECKS, Case
 
 HUNT = "k3rl/FileHunt-v0"
 MATH = "k3rl/PythonMath-v0"
