@@ -53,9 +53,9 @@ def _builtin(
 
 
 def _code_repair() -> Entry:
-    """Its policies and its cheats are modules of their own; it has no demonstrator."""
+    """Its policies and its cheats are modules of their own."""
     home = "k3rl.envs.code_repair"
-    policies = {name: f"{home}.policies:{name}" for name in POLICY_NAMES if name != "demonstrator"}
+    policies = {name: f"{home}.policies:{name}" for name in POLICY_NAMES}
     return Entry(
         "k3rl/CodeRepair-v0",
         f"{home}.env:CodeRepair",

@@ -20,7 +20,7 @@ from k3rl.envs import registry
 from k3rl.envs.base import MAX_NORMALISERS
 from k3rl.envs.code_repair import build, grading, mutate, problems, table, workspace
 from k3rl.envs.code_repair.env import CodeRepair, workspace_of
-from k3rl.envs.code_repair.policies import call
+from k3rl.envs.code_repair.policies import MAX_WRONG_TURNS, call, smallest_edit
 from k3rl.envs.gym import register_gym
 from k3rl.envs.play import play
 from k3rl.errors import EnvError, GraderError, UserInputError
@@ -169,6 +169,36 @@ def test_an_oracle_repairs_projects(tmp_path):
         tested = next(record for record in played.records if record.call.tool == "run_tests")
         assert tested.status is ToolStatus.OK
         assert tested.output.rstrip().endswith(" passed")
+
+
+@pytest.mark.sandbox
+@pytest.mark.parametrize("variant", workspace.VARIANTS)
+def test_demonstrations_solve_their_tasks_with_wrong_turns(tmp_path, variant):
+    policy = registry.policy(ID, "demonstrator")
+    number = {"function": 24, "project": 3}[variant]
+
+    async def use(case):
+        tasks = [case.make().task("train", index) for index in range(number)]
+        plays = [play(case.make(), task, policy, case.backend) for task in tasks]
+        return await asyncio.gather(*plays)
+
+    played = with_case(tmp_path, use, variant=variant)
+    assert [each.outcome.reward for each in played] == [1.0] * number
+    edits = [[r.status for r in each.records if r.call.tool == "replace"] for each in played]
+    assert all(statuses[-1] is ToolStatus.OK for statuses in edits)
+    num_wrong = [statuses.count(ToolStatus.ERROR) for statuses in edits]
+    assert 0 < max(num_wrong) <= MAX_WRONG_TURNS
+    assert num_wrong == [len(statuses) - 1 for statuses in edits]
+
+
+def test_smallest_edits_make_the_right_source():
+    for row, mutant in enumerate(table.mutants()):
+        split = next(each for each in ("train", "heldout") if row in table.rows_of(each))
+        wanted = workspace.workspace(row, split, "function")
+        old, new = smallest_edit(wanted)
+        text = wanted.files[wanted.broken].decode()
+        assert text.count(old) == 1, mutant
+        assert text.replace(old, new) == wanted.repaired, mutant
 
 
 @pytest.mark.sandbox
