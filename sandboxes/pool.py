@@ -17,7 +17,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
 from functools import partial
 
 from k3rl.errors import SandboxError, UserInputError
@@ -31,6 +30,7 @@ from k3rl.sandboxes.base import (
     SandboxStats,
     Seal,
 )
+from k3rl.sandboxes.lending import Lent
 from k3rl.sandboxes.shelves import Shelf, Shelves
 from k3rl.sandboxes.spec import MIB, Capability, SandboxSpec
 from k3rl.types import Digest, JsonObject, Snapshot, digest_bytes, digest_json
@@ -38,26 +38,6 @@ from k3rl.types import Digest, JsonObject, Snapshot, digest_bytes, digest_json
 _log = logging.getLogger(__name__)
 BUSY_S = 1.0
 """A sandbox that was used so lately is not paused early, however short room is."""
-
-
-@dataclass(slots=True)
-class _Lent:
-    """A sandbox that somebody has."""
-
-    used: float
-    num_calls: int = 0
-    """Going on now."""
-    is_idle: bool = False
-    """Paused by the pool."""
-    is_paused: bool = False
-    """Paused by its owner."""
-    host: _Lent | None = None
-    """Whose extra place it has."""
-    has_extra: bool = False
-    """A fork of it has its extra place."""
-    start: asyncio.Task[None] | None = None
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while it is paused or resumed."""
 
 
 class Pool:
@@ -70,7 +50,7 @@ class Pool:
         self.admission = Admission(self.limits.admission)
         self.counts: Counter[str] = Counter()
         """Since the start: warm, cold, evicted, idle_paused, expired, reaped."""
-        self._lent: dict[SandboxId, _Lent] = {}
+        self._lent: dict[SandboxId, Lent] = {}
         self._shelves = Shelves()
         self._tasks: set[asyncio.Task[None]] = set()
         self._keeper: asyncio.Task[None] | None = None
@@ -98,7 +78,7 @@ class Pool:
         session that is graded in it, would hold its own place and wait for ever.
         """
         async with self._call(sandbox_id) as host:
-            hosts: list[_Lent | None] = []
+            hosts: list[Lent | None] = []
             try:
                 for _ in range(n):
                     hosts.append(await self._enter_fork(host))
@@ -111,7 +91,7 @@ class Pool:
             self._lend(twin).host = each
         return twins
 
-    async def _enter_fork(self, host: _Lent | None) -> _Lent | None:
+    async def _enter_fork(self, host: Lent | None) -> Lent | None:
         """The sandbox whose extra place it got, if one did."""
         if host is None or host.has_extra or host.host is not None:
             await self.admission.enter(0, self._relieve)
@@ -124,7 +104,7 @@ class Pool:
             raise
         return host
 
-    def _leave(self, host: _Lent | None) -> None:
+    def _leave(self, host: Lent | None) -> None:
         if host is None:
             self.admission.leave()
         else:
@@ -286,8 +266,8 @@ class Pool:
             self._order(shelf, self._restock(shelf))
         return taken
 
-    def _lend(self, sandbox_id: SandboxId) -> _Lent:
-        lent = self._lent[sandbox_id] = _Lent(time.monotonic())
+    def _lend(self, sandbox_id: SandboxId) -> Lent:
+        lent = self._lent[sandbox_id] = Lent(time.monotonic())
         return lent
 
     async def _make(self, shelf: Shelf) -> SandboxId:
@@ -330,7 +310,7 @@ class Pool:
         self.admission.leave()
         await self.backend.close(sandbox_id)
 
-    def _begin(self, sandbox_id: SandboxId, lent: _Lent) -> None:
+    def _begin(self, sandbox_id: SandboxId, lent: Lent) -> None:
         """Start a sandbox while its owner is still thinking about the first command."""
         lent.start = self._spawn(self._prepare(sandbox_id))
 
@@ -348,7 +328,7 @@ class Pool:
         return task
 
     @asynccontextmanager
-    async def _call(self, sandbox_id: SandboxId) -> AsyncIterator[_Lent | None]:
+    async def _call(self, sandbox_id: SandboxId) -> AsyncIterator[Lent | None]:
         """Around every use of a sandbox: it is not idle, and awake."""
         lent = self._lent.get(sandbox_id)
         if lent is None:
@@ -376,7 +356,7 @@ class Pool:
                 return True
         return False
 
-    async def _pause(self, sandbox_id: SandboxId, lent: _Lent) -> bool:
+    async def _pause(self, sandbox_id: SandboxId, lent: Lent) -> bool:
         """Pause a sandbox that nobody uses; False when that is not so."""
         async with lent.lock:
             if lent.num_calls or lent.is_idle or lent.is_paused:
