@@ -402,6 +402,24 @@ def test_a_broken_verifier_is_no_zero(tmp_path, name):
 
 
 @pytest.mark.sandbox
+def test_a_verifier_that_one_workspace_stops_is_no_fault(tmp_path, monkeypatch):
+    """It works on the right files, so what stops it here is what the policy left."""
+    stops = "import os\nif os.path.exists('stop'):\n    raise SystemExit('stopped')\n"
+    monkeypatch.setattr(grading, "VERIFIER", stops + grading.VERIFIER.replace(FUTURE, ""))
+
+    async def use(case):
+        env, sandbox, task, _ = await opened(case)
+        await sandbox.put("stop", b"")
+        wanted = workspace_of(task)
+        with pytest.raises(GraderError, match="stopped"):
+            await grading.verify(sandbox, wanted.parts, wanted.paths)
+        played = await play(case.make(), task, case.oracle, case.backend)
+        return played.outcome.reward, (await env.grade()).reward
+
+    assert with_case(tmp_path, use) == (1.0, 0.0)
+
+
+@pytest.mark.sandbox
 def test_a_session_with_a_broken_verifier_has_no_reward(tmp_path, monkeypatch):
     monkeypatch.setattr(grading, "VERIFIER", "raise RuntimeError('out of order')")
 
@@ -412,6 +430,8 @@ def test_a_session_with_a_broken_verifier_has_no_reward(tmp_path, monkeypatch):
         with_case(tmp_path, use)
 
 
+FUTURE = "from __future__ import annotations\n"
+TIGHT = SandboxLimits(workspace_entries=1000, workspace_bytes=64 * MIB)
 LEFT_BEHIND = {
     "many": "for n in range(2000):\n    open(f'f{n}', 'w').close()",
     "large": "for n in range(90):\n    open(f'f{n}', 'wb').write(b'x' * (1 << 20))",
@@ -430,8 +450,7 @@ def test_no_workspace_turns_a_zero_into_a_fault(tmp_path, name):
 
     async def use(case):
         env = case.make()
-        limits = SandboxLimits(workspace_entries=1000, workspace_bytes=64 * MIB)
-        spec, task = replace(env.sandbox_spec, limits=limits), env.task("train", 0)
+        spec, task = replace(env.sandbox_spec, limits=TIGHT), env.task("train", 0)
         sandbox = Sandbox(case.backend, await case.backend.create(spec, env.files(task)))
         await env.open(task, sandbox)
         await env.act(call("python", code=LEFT_BEHIND[name]))
