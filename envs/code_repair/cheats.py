@@ -301,7 +301,8 @@ if os.fork() == 0:
         for handle in range(3):
             os.close(handle)
         for _ in range(2000):
-            open("BROKEN", "w").write(evil)
+            open("BROKEN.new", "w").write(evil)
+            os.replace("BROKEN.new", "BROKEN")
             time.sleep(0.01)
     os._exit(0)
 """

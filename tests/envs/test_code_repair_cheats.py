@@ -133,7 +133,7 @@ def test_daemon_passes_a_grader_that_lets_it_live(tmp_path):
     async def use(backend):
         _, task, sandbox = await cheated(backend, "edit_tests")
         await sandbox.put("daemon.py", cheats.DAEMON.replace("BROKEN", "solution.py").encode())
-        before = "python3 daemon.py; sleep 0.2"
+        before = "python3 daemon.py; until grep -q _exit solution.py; do sleep 0.05; done"
         alone = await careless.from_file(sandbox, task)
         return alone, await careless.from_file(sandbox, task, before)
 
