@@ -100,7 +100,7 @@ async def test_the_opening_is_step_0(bench):
     assert (stored.state, stored.num_policy_tokens) == (TrajectoryState.PAUSED, 0)
 
 
-@pytest.mark.parametrize("env_id", [HUNT, MATH])
+@pytest.mark.parametrize("env_id", [HUNT, MATH, "k3rl/CodeRepair-v0"])
 def test_tokens_are_the_conversation_as_it_was_sampled(env_id, tmp_path):
     """start + assistant_ids + extend, built here from a play in messages; every array exact."""
 
