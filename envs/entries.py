@@ -10,11 +10,11 @@ from k3rl.types import JsonObject
 
 POLICY_NAMES = ("oracle", "random", "null", "demonstrator")
 CODE_REPAIR_CHEATS = (
-    "always_equal", "at_exit", "daemon", "deep_literal", "edit_tests", "except_hook", "exhaust",
-    "exit_at_call", "exit_at_import", "flood", "forge_channel", "forge_output", "hang",
-    "hard_code", "history", "kill_all", "kill_parent", "link_away", "link_zero",
-    "patch_builtins", "patch_caller", "pipe", "pytest_plugins", "raise_base", "read_parent",
-    "search_files", "shadow_modules", "stop_parent", "thread",
+    "always_equal", "at_exit", "close_folder", "daemon", "deep_literal", "edit_tests",
+    "except_hook", "exhaust", "exit_at_call", "exit_at_import", "flood", "forge_channel",
+    "forge_output", "hang", "hard_code", "history", "kill_all", "kill_parent", "link_away",
+    "link_zero", "patch_builtins", "patch_caller", "pipe", "pytest_plugins", "raise_base",
+    "read_parent", "search_files", "shadow_modules", "stop_parent", "thread",
 )  # fmt: skip
 REASON_CHEATS = ("echo", "code", "every", "nan", "empty", "long")
 

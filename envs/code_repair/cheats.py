@@ -292,6 +292,10 @@ import os
 os.remove("BROKEN")
 os.mkfifo("BROKEN")
 """
+CLOSE_FOLDER = """
+import os
+os.chmod(".", 0)
+"""
 DAEMON = """
 import os, time
 evil = "import os\\nprint('pass', flush=True)\\nos._exit(0)\\n"
@@ -359,6 +363,7 @@ shadow_modules = program(SHADOW_MODULES)
 link_zero = program(LINK_ZERO)
 link_away = program(LINK_AWAY)
 pipe = program(PIPE)
+close_folder = program(CLOSE_FOLDER)
 daemon = program(DAEMON)
 pytest_plugins = program(PYTEST_PLUGINS)
 history = program(HISTORY)

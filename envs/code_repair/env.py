@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from k3rl.envs.base import EnvSpec, Normaliser, Observation
-from k3rl.envs.code_repair.grading import verify
+from k3rl.envs.code_repair.grading import let_in, verify
 from k3rl.envs.code_repair.table import ENV_ID, mutants, row_at, rows_of
 from k3rl.envs.code_repair.workspace import PYTEST_ZIP, VARIANTS, Workspace, workspace
 from k3rl.envs.reason import PYTHON
@@ -131,12 +131,13 @@ class CodeRepair(ToolSession):
     async def _is_right(self, wanted: Workspace) -> bool:
         """Raises GraderError only when the verifier fails on a right workspace too.
 
-        What the policy left may keep it from starting, a folder that nobody may enter for one. It
-        is tried twice, so that one mishap of the machine is not the policy's.
+        What the policy left may keep it from starting, disk limits that are exceeded for one. It is
+        tried twice, so that one mishap of the machine is not the policy's.
         """
         for _ in range(2):
             try:
                 async with self.final_fork() as fork:
+                    await let_in(fork)
                     return (await verify(fork, wanted.parts, wanted.paths)).is_right
             except UncapturableTree:
                 return False

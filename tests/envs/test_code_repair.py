@@ -436,6 +436,7 @@ LEFT_BEHIND = {
     "many": "for n in range(2000):\n    open(f'f{n}', 'w').close()",
     "large": "for n in range(90):\n    open(f'f{n}', 'wb').write(b'x' * (1 << 20))",
     "deep": "import os\nfor _ in range(400):\n    os.mkdir('d')\n    os.chdir('d')",
+    "closed": "import os\nos.chmod('.', 0)",
     "locked": "import os\nos.chmod('solution.py', 0)",
     "folder": "import os\nos.remove('solution.py')\nos.mkdir('solution.py')",
     "nothing": "import os\nfor name in os.listdir():\n    os.remove(name)",
