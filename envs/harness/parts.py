@@ -94,7 +94,7 @@ class SubAgents:
     max_tokens: int = 512
     """Sampled ones, per sub-agent."""
     tools: tuple[str, ...] = ()
-    """Own names of the environment's tools that they get; none: they only answer."""
+    """Own names of the environment's tools that they get, where it has them; else they answer."""
     prompt: str = "Do the task, then answer without a tool call."
 
 

@@ -66,7 +66,6 @@ class HarnessedEnv:
         self.tools = self.naming.specs
         self._opening: tuple[Message, ...] = ()
         self._is_open = False
-        self._check_sub_agents()
 
     def task(self, split: str, index: int) -> Task:
         """The environment's."""
@@ -206,16 +205,6 @@ class HarnessedEnv:
         if report.answer is None:
             return ToolOutput("the sub-agent came to no answer", ToolStatus.ERROR)
         return ToolOutput(report.answer)
-
-    def _check_sub_agents(self) -> None:
-        settings = self.harness.sub_agents
-        names = {spec.name for spec in self.inner.tools}
-        unknown = sorted(set(settings.tools) - names) if settings else []
-        if unknown:
-            has = ", ".join(sorted(names))
-            raise EnvError(
-                f"{self.spec.id}: harness.sub_agents.tools: no {unknown[0]}, it has {has}"
-            )
 
     def _system_prompt(self) -> str:
         parts = [self.harness.system_prompt]

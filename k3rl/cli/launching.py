@@ -36,13 +36,20 @@ def check_envs(settings: Config) -> None:
     from k3rl.envs.harness.drawing import harnesses
     from k3rl.envs.harness.session import HarnessedEnv
 
+    drawn = harnesses(settings.harness.model_dump(mode="json"))
+    known: set[str] = set()
     for env in settings.envs:
         made = registry.make(env.id, reward=env.reward, **env.kwargs)
-        for harness in harnesses(settings.harness.model_dump(mode="json")):
+        known |= {tool.name for tool in made.tools}
+        for harness in drawn:
             HarnessedEnv(made, harness)
         if settings.engine.kind == "scripted":
             for policy in settings.engine.policies:
                 registry.policy(env.id, policy)
+    for sub_agents in filter(None, (harness.sub_agents for harness in drawn)):
+        for name in sorted(set(sub_agents.tools) - known):
+            has = ", ".join(sorted(known))
+            raise ConfigError(f"harness.sub_agents.tools: no tool {name}, there are: {has}")
     for key, path in settings.policy.model_dump(include={"model", "checkpoint"}).items():
         if settings.engine.kind == "native" and path and not Path(path).is_file():
             raise ConfigError(f"policy.{key}: {path}: no such file")

@@ -198,8 +198,6 @@ def test_two_tools_of_one_name_are_refused():
     style = ToolStyle(names={"cat": "Open", "ls": "Open"})
     with pytest.raises(EnvError, match="different names"):
         wrap(Harness(tools=style))
-    with pytest.raises(EnvError, match=r"sub_agents\.tools: no fly"):
-        wrap(Harness(sub_agents=SubAgents(tools=("fly",))))
 
 
 def test_a_case_spells_what_no_table_names():
