@@ -12,6 +12,7 @@ import pytest
 from k3rl import metrics
 from k3rl.cluster import LocalWorker
 from k3rl.controller import Controller
+from k3rl.envs.harness.parts import Harness
 from k3rl.errors import EngineError, StoreError, UserInputError
 from k3rl.rollout.worker import make_env
 from k3rl.store.audit import compare_ledger
@@ -258,7 +259,8 @@ def test_each_level_has_its_own_budget_and_every_header_says_what_made_it(tmp_pa
     assert high.outcome.reward == 0.0
     for trajectory in (low, high):
         assert trajectory.header.capabilities == ("no_network",)
-        assert set(trajectory.header.digests) == {"tokenizer", "env", "sandbox"}
+        assert set(trajectory.header.digests) == {"tokenizer", "env", "sandbox", "harness"}
+        assert trajectory.header.digests["harness"] == Harness(max_turns=3).digest
 
 
 # Groups that break

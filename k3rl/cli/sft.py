@@ -78,7 +78,7 @@ def make_model(settings: Config) -> K3Model:
 
 
 def rewarded(settings: Config, trajectories: Sequence[Trajectory]) -> list[Demonstration]:
-    """The tokens of the trajectories that solved their task."""
+    """The tokens of the trajectories that solved their task, each context a demonstration."""
     from k3rl.learner.sft import Demonstration
     from k3rl.rollout.worker import make_renderer
     from k3rl.rollout.xtml import EFFORTS
@@ -91,9 +91,11 @@ def rewarded(settings: Config, trajectories: Sequence[Trajectory]) -> list[Demon
     for trajectory in trajectories:
         if is_success(trajectory.outcome):
             check_digests(trajectory.header, present)
-            tokens = reader.read(Ref(trajectory.id), ("token_ids", "loss_mask"))
             effort = EFFORTS.index(trajectory.header.key.level)
-            found.append(Demonstration(tokens.token_ids, tokens.loss_mask, effort))
+            for context in range(trajectory.num_contexts):
+                ref = Ref(trajectory.id, context=context)
+                tokens = reader.read(ref, ("token_ids", "loss_mask"))
+                found.append(Demonstration(tokens.token_ids, tokens.loss_mask, effort))
     if not found:
         raise ConfigError(f"{settings.run_folder}: no demonstration solved its task")
     return found

@@ -149,7 +149,8 @@ def _ends(summary: Summary) -> tuple[Sequence[Score], Sequence[Score]]:
 def _crosses_versions(reader: StoreReader, trajectory: Trajectory) -> bool:
     if not trajectory.steps:
         return False
-    spans = reader.read(Ref(trajectory.id), ("spans",)).spans
+    refs = [Ref(trajectory.id, context=context) for context in range(trajectory.num_contexts)]
+    spans = [span for ref in refs for span in reader.read(ref, ("spans",)).spans]
     versions = {span.policy_version for span in spans if span.author is Author.POLICY}
     return len(versions) > 1
 

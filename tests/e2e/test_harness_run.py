@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from k3rl import config as configs
+from k3rl.cli.sft import rewarded
 from k3rl.envs.harness.drawing import harness_of, harnesses
 from k3rl.envs.harness.session import was_summary
 from k3rl.store.protocol import Ref
@@ -57,6 +58,11 @@ def test_a_run_in_drawn_harnesses_is_solved_stored_and_replayed(user):
     assert replayed.count("calls: identical") >= len(trajectories)
     assert "differs" not in replayed
     assert "0 lost" in user.run("traj", "fsck", "--ledger", str(user.run_folder / "ledger"))
+    run = config.run.model_copy(update={"folder": str(user.folder / "runs")})
+    demonstrations = rewarded(config.model_copy(update={"run": run}), trajectories)
+    assert len(demonstrations) == sum(trajectory.num_contexts for trajectory in trajectories)
+    num_tokens = sum(int(each.loss_mask.sum()) for each in demonstrations)
+    assert num_tokens == sum(trajectory.num_policy_tokens for trajectory in trajectories)
     longest = max(trajectories, key=lambda trajectory: trajectory.num_contexts)
     assert "Summary so far" in user.run("traj", "show", longest.id, "--tokens")
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from k3rl.errors import ConfigError, StoreError
+from k3rl.envs.harness.parts import Harness
+from k3rl.errors import ConfigError, StoreError, UserInputError
 from k3rl.rollout.worker import RolloutWorker, make_env
 from k3rl.store.audit import compare_ledger
 from k3rl.store.host import StoreHost
@@ -354,4 +355,15 @@ async def test_a_trajectory_of_an_unknown_environment_ends_run(shop):
     key = TrajectoryKey("r", stranger.key, "max", 0, 0)
     await shop.store.begin([TrajectoryHeader(key, stranger)])
     with pytest.raises(ConfigError, match="not in the config's envs"):
+        await asyncio.wait_for(shop.running, 10)
+
+
+@in_shop()
+async def test_a_trajectory_of_another_harness_ends_run(shop):
+    """What was begun in one harness is never played on in another."""
+    task = make_env(shop.config, NOTES).task("train", 0)
+    key = TrajectoryKey("r", task.key, "max", 0, 0)
+    digests = {"harness": Harness(max_turns=1).digest}
+    await shop.store.begin([TrajectoryHeader(key, task, digests=digests)])
+    with pytest.raises(UserInputError, match="harness digest"):
         await asyncio.wait_for(shop.running, 10)
