@@ -136,7 +136,10 @@ class HarnessedEnv:
 
     def state(self) -> JsonObject:
         """The environment's state, and the harness's own under `STATE_KEY`."""
-        return {**self.inner.state(), STATE_KEY: to_plain(self.progress)}
+        inner = self.inner.state()
+        if STATE_KEY in inner:
+            raise EnvError(f"{self.spec.id}: its state may have no key {STATE_KEY}: rename it")
+        return {**inner, STATE_KEY: to_plain(self.progress)}
 
     async def grade(self) -> Outcome:
         """The environment's judgement."""
