@@ -35,7 +35,7 @@ from k3rl.sandboxes.files.layers import Entry, Layer, layer_of_files, load
 from k3rl.sandboxes.files.merged import tree_digest
 from k3rl.sandboxes.files.seals import Change, Sealed
 from k3rl.sandboxes.files.workspace import Content, Stack, Workspace
-from k3rl.sandboxes.processes.launch import Child, pump
+from k3rl.sandboxes.processes.launch import Child, finish, pump
 from k3rl.sandboxes.scratch import Scratch, reap
 from k3rl.sandboxes.snapshots import Job, Seals, Standing
 from k3rl.sandboxes.spec import MIB, Capability, SandboxSpec, check_environment
@@ -140,9 +140,7 @@ class LocalBackend(ABC):
             self._alive(box)
             if self.is_live and not box.is_paused and (box.live is None or box.live.is_over):
                 child = await self._start(box, ExecRequest(PREPARE))
-                async with aclosing(pump(child, PREPARE_DEADLINE_S)) as events:
-                    async for _ in events:
-                        pass
+                await finish(child, PREPARE_DEADLINE_S)
 
     async def put(self, sandbox_id: SandboxId, path: str, data: bytes, mode: int = 0o644) -> None:
         """Write a regular file; the mode's permission bits are kept."""

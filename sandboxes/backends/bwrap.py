@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import stat
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -30,10 +31,10 @@ from k3rl.sandboxes.box import Box
 from k3rl.sandboxes.files.cache import LayerCache
 from k3rl.sandboxes.files.overlay import OverlayWorkspace
 from k3rl.sandboxes.files.workspace import MOUNT_POINT, Content, Stack
-from k3rl.sandboxes.local import LocalBackend
+from k3rl.sandboxes.local import PREPARE_DEADLINE_S, LocalBackend
 from k3rl.sandboxes.probe import Prober
 from k3rl.sandboxes.processes.cgroups import find_cgroups
-from k3rl.sandboxes.processes.launch import Child, Launch
+from k3rl.sandboxes.processes.launch import Child, Launch, finish
 from k3rl.sandboxes.processes.limits import limited
 from k3rl.sandboxes.processes.live import AGENT, Live, LiveChild
 from k3rl.sandboxes.processes.orphans import AGENT_MOUNT, PRLIMIT
@@ -95,7 +96,14 @@ class BwrapBackend(LocalBackend):
         place = {"PWD": MOUNT_POINT}
         environment = {**place, **BASE_ENVIRONMENT, **box.spec.environment, **request.environment}
         if box.live is None or box.live.is_over:
+            assert isinstance(box.workspace, OverlayWorkspace)
+            mode = stat.S_IMODE(box.workspace.upper.stat().st_mode)
+            # Nobody can enter a folder that its owner has closed: it is lent to the agent.
+            box.workspace.upper.chmod(mode | stat.S_IXUSR)
             box.live = await self._begin(box)
+            if not mode & stat.S_IXUSR:
+                chmod = ExecRequest(("chmod", f"{mode:o}", "."))
+                await finish(LiveChild(box.live, chmod, environment), PREPARE_DEADLINE_S)
         return LiveChild(box.live, request, environment)
 
     async def _begin(self, box: Box) -> Live:

@@ -14,7 +14,7 @@ import os
 import signal
 import subprocess
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -154,6 +154,13 @@ async def pump(
         timer.cancel()
         child.destroy()
     yield ExecExit(code, is_late, loop.time() - start)
+
+
+async def finish(child: Child, deadline_s: float) -> None:
+    """Run a started child to its end; what it says does not matter."""
+    async with aclosing(pump(child, deadline_s)) as events:
+        async for _ in events:
+            pass
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,3 +206,26 @@ def test_a_tree_that_no_snapshot_can_hold_is_its_makers_fault(kind, tmp_path):
             await backend.snapshot(box, {})
 
     play(kind, tmp_path, body)
+
+
+@pytest.mark.parametrize("mode", ["0", "600"])
+def test_a_workspace_that_its_owner_has_closed_is_no_fault_of_the_machine(kind, tmp_path, mode):
+    """Else a policy could choose not to be judged. What a restore finds is as it was left."""
+
+    async def body(backend):
+        left = await backend.create(ANY, {"a": b"1"})
+        await sh(backend, left, f"chmod {mode} .")
+        found = [await sh(backend, left, "echo in; cat a")]
+        taken = await backend.snapshot(left, {})
+        twins = [await backend.restore(ANY, taken), *await backend.fork(left, 1)]
+        await backend.pause(left)
+        await backend.resume(left)
+        for each in (*twins, left):
+            found.append(await sh(backend, each, "echo in; cat a"))
+            assert await backend.tree_digest(each) == taken.tree_digest
+        assert {(each.exit_code, each.stdout) for each in found} == {
+            (found[0].exit_code, found[0].stdout)
+        }
+        assert found[0].stdout.startswith(b"in\n")
+
+    play(kind, tmp_path, body)
