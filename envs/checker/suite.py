@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from k3rl.envs.checker import (
 )
 from k3rl.envs.checker.case import Case
 from k3rl.envs.checker.check import Check, Finding, Group, Verdict, examine
+from k3rl.envs.tools import nearest
 from k3rl.errors import UserInputError
 from k3rl.sandboxes.base import SandboxBackend
 from k3rl.sandboxes.factory import open_backend
@@ -35,6 +36,18 @@ CHECKS: tuple[Check, ...] = (
 )
 NEEDED = ("oracle", "random", "null")
 CAN_BE_MADE = "can be made"
+
+
+def checks_named(names: Collection[str]) -> tuple[Check, ...]:
+    """The checks of these names, in their order; all when there is none.
+
+    Raises UserInputError for a name that no check has.
+    """
+    known = [check.name for check in CHECKS]
+    for name in names:
+        if name not in known:
+            raise UserInputError(f"no check {name!r}, nearest is {nearest(name, known)}")
+    return tuple(check for check in CHECKS if not names or check.name in names)
 
 
 def case_of(

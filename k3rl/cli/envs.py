@@ -20,6 +20,8 @@ from k3rl.errors import EnvError, UserInputError
 app = typer.Typer(help="Tool environments.", no_args_is_help=True)
 Kind = Annotated[str, typer.Option(help="As in sandbox.backend.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+LIST_WIDTH = 1000
+"""Columns: nothing of a list is cut off, it is as wide as what it lists."""
 EnvId = Annotated[str, typer.Argument(help="Such as k3rl/FileHunt-v0.")]
 
 
@@ -38,7 +40,7 @@ def list_envs() -> None:
             problems.append(str(error))
         policies = " ".join(registry.policies(env_id))
         table.add_row(env_id, tools, registry.package(env_id) or "-", policies or "-")
-    Console(soft_wrap=True).print(table)
+    Console(width=LIST_WIDTH).print(table)
     for problem in problems:
         print(f"warning: {problem}", file=sys.stderr)
 
@@ -62,11 +64,14 @@ def check(
     backend: Kind = "bwrap",
     num_tasks: Annotated[int, typer.Option(min=1, help="Of each split.")] = 8,
     seed: Annotated[int, typer.Option(min=0)] = 0,
+    only: Annotated[list[str] | None, typer.Option(help="A check by name; repeatable.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check that environments keep their contract. Exit 1 when one does not."""
     from k3rl.envs import registry
+    from k3rl.envs.checker.suite import checks_named
 
+    checks = checks_named(only or ())
     if bool(env_ids) == is_all:
         raise UserInputError("envs check: name environments, or --all")
     chosen = registry.names() if is_all else list(env_ids or ())
@@ -75,7 +80,10 @@ def check(
     problems = registry.problems() if is_all else []
     found = {}
     for env_id in chosen:
-        found[env_id] = _check_one(env_id, backend, num_tasks, seed, not as_json)
+        options = (num_tasks, seed, checks)
+        found[env_id] = asyncio.run(with_backend(backend, _checking(env_id, backend, *options)))
+        if not as_json:
+            _print_findings(env_id, found[env_id])
     if as_json:
         plain = {env_id: [_plain(each) for each in found[env_id]] for env_id in chosen}
         print(json.dumps({"envs": plain, "problems": problems}, indent=2))
@@ -85,18 +93,11 @@ def check(
         raise typer.Exit(1)
 
 
-def _check_one(env_id: str, kind: str, num_tasks: int, seed: int, is_shown: bool) -> list[Any]:
+def _checking(env_id: str, kind: str, num_tasks: int, seed: int, checks: Any) -> Any:
+    """The work of one environment, for `with_backend`."""
     from k3rl.envs.checker.suite import check_env
 
-    findings = asyncio.run(
-        with_backend(
-            kind,
-            lambda made, folder: check_env(env_id, made, folder, kind, num_tasks, seed),
-        )
-    )
-    if is_shown:
-        _print_findings(env_id, findings)
-    return findings
+    return lambda made, folder: check_env(env_id, made, folder, kind, num_tasks, seed, checks)
 
 
 def _print_findings(env_id: str, findings: list[Any]) -> None:
