@@ -204,9 +204,20 @@ class ToolSession(ABC):
         call = copy.deepcopy(call)
         problem = check_call(self._tools, call)
         if problem is None:
-            return await run_call(self._tools[call.tool], call, self._normalise)
+            return await self._carry_out(call)
         self.progress.is_well_formed = False
         return answer(call, ToolOutput(problem, ToolStatus.ERROR))
+
+    async def _carry_out(self, call: ToolCall) -> tuple[ToolResult, ToolRecord]:
+        """Raises EnvError naming the tool whose function fails by itself."""
+        try:
+            return await run_call(self._tools[call.tool], call, self._normalise)
+        except (SandboxError, EnvError):
+            raise
+        except Exception as error:
+            key = self._task.key if self._task else ""
+            whose = f"{self.spec.id}: task {key}: tool {call.tool}"
+            raise EnvError(f"{whose}: {error!r}") from error
 
     def _normalise(self, output: str) -> str:
         for normaliser in self.normalisers:

@@ -32,6 +32,10 @@ class SandboxLost(SandboxError):
     """A sandbox that existed is gone: closed, reaped, or its host died."""
 
 
+class DeadlineExceeded(SandboxError):
+    """A phase of a session that belongs to the machine took too long."""
+
+
 class UncapturableTree(SandboxError):
     """The policy made a workspace that no snapshot can hold: its fault, not the machine's."""
 

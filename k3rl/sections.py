@@ -88,6 +88,19 @@ class EngineConfig(Section):
     """Native: threads of one worker's matrix products."""
 
 
+class DeadlinesConfig(Section):
+    """How long the phases of one trajectory's session may take, in seconds."""
+
+    boot_s: Annotated[float, Field(gt=0)] = 600.0
+    """Room, a sandbox and the opening; beyond it the infrastructure has failed."""
+    step_s: Annotated[float, Field(gt=0)] = 600.0
+    """One turn's tools; beyond it, as beyond the task's own limit of time, it is truncated."""
+    grade_s: Annotated[float, Field(gt=0)] = 300.0
+    """The verdict; beyond it the infrastructure has failed."""
+    close_s: Annotated[float, Field(gt=0)] = 30.0
+    """Each try to close what the session holds."""
+
+
 class RolloutConfig(Section):
     """How many trajectories are played, where, and when an iteration ends."""
 
@@ -106,6 +119,7 @@ class RolloutConfig(Section):
     ack_tokens: Annotated[int, Field(ge=1)] = 64
     """The journal acknowledges sampled tokens every so many, and at the end of a turn."""
     max_worker_restarts: Annotated[int, Field(ge=0)] = 8
+    deadlines: DeadlinesConfig = DeadlinesConfig()
 
 
 class EnvConfig(Section):

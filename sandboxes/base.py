@@ -10,17 +10,21 @@ unless they start with "/".
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
+from k3rl.errors import SandboxError
 from k3rl.sandboxes.spec import MIB, Capability, SandboxSpec
 from k3rl.types import Digest, JsonObject, Snapshot
 
 SandboxId = str
 TREE_BYTES = 1024 * MIB
 """Of a folder as an archive."""
+EXEC_GRACE_S = 60.0
+"""How long after a command's deadline its backend may take to end it, or to start it at all."""
 
 
 class Stream(StrEnum):
@@ -298,8 +302,31 @@ class _Kept:
         return bytes(self.head) + note + bytes(self.tail)
 
 
-async def run(backend: SandboxBackend, sandbox_id: SandboxId, request: ExecRequest) -> ExecResult:
-    """Collect an exec's events into one result, bounded in memory."""
+async def run(
+    backend: SandboxBackend,
+    sandbox_id: SandboxId,
+    request: ExecRequest,
+    grace_s: float = EXEC_GRACE_S,
+) -> ExecResult:
+    """Collect an exec's events into one result, bounded in memory.
+
+    Raises SandboxError when the backend has not ended it `grace_s` after its deadline: a command
+    that hangs is the policy's, a backend that hangs is not.
+    """
+    limit = asyncio.timeout(request.deadline_s + grace_s)
+    try:
+        async with limit:
+            return await _collect(backend, sandbox_id, request)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        late = f"{request.argv[0]} still runs {grace_s:g} s after its deadline"
+        raise SandboxError(f"sandbox {sandbox_id}: {late}") from None
+
+
+async def _collect(
+    backend: SandboxBackend, sandbox_id: SandboxId, request: ExecRequest
+) -> ExecResult:
     outputs = (Stream.STDOUT, Stream.STDERR)
     kept = {stream: _Kept(request.max_output_bytes) for stream in outputs}
     channel = bytearray()

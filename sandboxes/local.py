@@ -28,7 +28,7 @@ from k3rl.sandboxes.base import (
     SandboxStats,
     Seal,
 )
-from k3rl.sandboxes.blocking import in_thread, in_workspace
+from k3rl.sandboxes.blocking import in_thread, in_workspace, unbroken
 from k3rl.sandboxes.box import Box, rest
 from k3rl.sandboxes.disk import DiskWatch
 from k3rl.sandboxes.files.layers import Entry, Layer, layer_of_files, load
@@ -99,7 +99,21 @@ class LocalBackend(ABC):
     async def open_box(self, spec: SandboxSpec, files: Mapping[str, bytes]) -> Box:
         """`create` without its checks: what the checks themselves run in."""
         await self.connect()
-        return await in_thread(self._open, spec, files)
+        (box,) = await self._made(lambda: [self._open(spec, files)])
+        return box
+
+    async def _made(self, make: Callable[[], list[Box]]) -> list[Box]:
+        """What `make` makes in a thread; of a caller that is cancelled nothing stays."""
+        made: list[Box] = []
+        try:
+            await in_thread(lambda: made.extend(make()))
+        except asyncio.CancelledError:
+            await unbroken(self._close_boxes(made))
+            raise
+        return made
+
+    async def _close_boxes(self, boxes: Iterable[Box]) -> None:
+        await asyncio.gather(*(self.close(box.id) for box in boxes))
 
     async def exec(
         self, sandbox_id: SandboxId, request: ExecRequest
@@ -222,14 +236,15 @@ class LocalBackend(ABC):
     async def restore(self, spec: SandboxSpec, snapshot: Snapshot) -> SandboxId:
         """A new sandbox, checked to have the snapshot's tree digest."""
         await self._check(spec)
-        return (await in_thread(self._restore, spec, snapshot)).id
+        (box,) = await self._made(lambda: [self._restore(spec, snapshot)])
+        return box.id
 
     async def fork(self, sandbox_id: SandboxId, n: int) -> list[SandboxId]:
         """`n` sandboxes that share this one's layers; what is new becomes a layer behind that."""
         box = self._box(sandbox_id)
         async with box.lock:
             self._alive(box)
-            twins = await in_thread(self._fork, box, n)
+            twins = await self._made(lambda: self._fork(box, n))
             self._start_job(box, box.workspace.sealed, None)
             for twin in twins:
                 twin.job = box.job
@@ -251,13 +266,19 @@ class LocalBackend(ABC):
         return SandboxStats(box.num_execs, box.exec_s, age_s, size, box.is_paused, seals)
 
     async def close(self, sandbox_id: SandboxId) -> None:
-        """Kill what runs, then delete the workspace; its seals go on to be durable."""
+        """Kill what runs, then delete the workspace; its seals go on to be durable.
+
+        A caller, however often cancelled, waits for it to end.
+        """
         box = self._boxes.pop(sandbox_id, None)
         if box is None:
             return
         box.is_closed = True
         if box.child is not None:
             box.child.kill()
+        await unbroken(self._tear_down(box))
+
+    async def _tear_down(self, box: Box) -> None:
         async with box.lock:
             await in_thread(rest, box)
             await in_thread(box.workspace.remove)
@@ -269,7 +290,7 @@ class LocalBackend(ABC):
     async def aclose(self) -> None:
         """Close every sandbox and delete the owner's folder; the backend is not usable again."""
         self._is_closed = True
-        await asyncio.gather(*(self.close(id) for id in list(self._boxes)))
+        await self._close_boxes(list(self._boxes.values()))
         await self._seals.aclose()
         await in_thread(self.scratch.remove)
 

@@ -88,6 +88,47 @@ def sandbox_soak(
         raise typer.Exit(1)
 
 
+@app.command("envs")
+def envs(
+    env: Annotated[str, typer.Option(help="Id of the environment.")] = "k3rl/FileHunt-v0",
+    num_tasks: Annotated[int, typer.Option(help="Tasks to play, each once.", min=1)] = 64,
+    concurrency: Annotated[int, typer.Option(help="Sessions at a time.", min=1)] = 64,
+    policy: Annotated[str, typer.Option(help="Which scripted policy plays.")] = "oracle",
+    split: Annotated[str, typer.Option(help="Of the tasks.")] = "train",
+    backend: Kind = "bwrap",
+) -> None:
+    """Play an environment's tasks side by side. Exit 1 when anything failed or is beyond its bar.
+
+    The round trip is what a turn takes beyond its tools.
+    """
+    from k3rl.envs.bench import OVERHEAD_BAR_S, Figures
+    async def work(made: SandboxBackend, _: object) -> Figures:
+
+    async def work(made: SandboxBackend) -> Figures:
+        return await measure_envs(made, env, num_tasks, concurrency, policy, split)
+
+    found = asyncio.run(with_backend(backend, work))
+    rows = {
+        "wall": (f"{found.wall_s:.2f} s", ""),
+        "tasks per second": (f"{found.num_tasks / found.wall_s:.1f}", ""),
+        "solved": (f"{found.num_solved} of {found.num_tasks}", ""),
+        "faults of the infrastructure": (str(found.num_infra_faults), "0"),
+        "other faults": (str(found.num_other_faults), "0"),
+        "sandboxes left behind": (str(found.num_left_behind), "0"),
+        "round trip, p50": (
+            f"{found.overhead_s(0.5) * 1e3:.3f} ms",
+            f"{OVERHEAD_BAR_S * 1e3:g} ms",
+        ),
+        "round trip, p95": (f"{found.overhead_s(0.95) * 1e3:.3f} ms", ""),
+    }
+    table = plain_table(f"{env}, {policy}, {concurrency} at a time", ["what"], ["measured", "bar"])
+    for name, (value, bar) in rows.items():
+        table.add_row(name, value, bar)
+    Console(soft_wrap=True).print(table)
+    if not found.is_met:
+        raise typer.Exit(1)
+
+
 @app.command("store")
 def store(
     only: Annotated[

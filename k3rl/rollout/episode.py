@@ -20,17 +20,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import cast
 
 import numpy as np
 
 from k3rl.envs.base import Observation, StepResult, ToolEnv
 from k3rl.envs.harness.session import HarnessedEnv, turn_limit
-from k3rl.errors import GraderError, SandboxError, UncapturableTree
+from k3rl.envs.owned import OwnedBackend
+from k3rl.envs.phases import Deadlines, Phase, within
+from k3rl.errors import DeadlineExceeded, EnvError, K3rlError, SandboxError, UncapturableTree
 from k3rl.rollout.engine import Delta, GenerateRequest, RolloutEngine, SamplingLaw
 from k3rl.rollout.renderer import Renderer
 from k3rl.rollout.sub_agents import EngineSubAgents, SubAgentPaused
 from k3rl.sandboxes.base import Sandbox, SandboxBackend
+from k3rl.sandboxes.blocking import unbroken
 from k3rl.sandboxes.spec import SandboxSpec
 from k3rl.store.ledger import Ledger
 from k3rl.store.protocol import Ack, Claim, StepFrame, TrajectoryStore
@@ -67,6 +71,7 @@ class EpisodeParts:
     """Of every sampling law; the temperature is the trajectory's own."""
     ack_tokens: int = 64
     ledger: Ledger | None = None
+    deadlines: Deadlines = field(default_factory=Deadlines)
 
 
 @dataclass(slots=True)
@@ -88,6 +93,7 @@ class Episode:
         self.steps = list(claim.steps)
         self.snapshot: Snapshot | None = claim.snapshot
         self.sandbox: Sandbox | None = None
+        self._owned = OwnedBackend(parts.backend, parts.deadlines.close_s)
         self.is_pausing = False
         no_tokens = np.empty(0, np.int32)
         self._ids: list[Int32Array] = [claim.tokens.token_ids if claim.tokens else no_tokens]
@@ -117,7 +123,7 @@ class Episode:
             outcome = Outcome(OutcomeKind.POLICY_FAULT, 0.0, detail=str(error))
         except SandboxError as error:
             outcome = Outcome(OutcomeKind.INFRA_FAULT, detail=str(error))
-        except GraderError as error:
+        except EnvError as error:  # the grader's, or a bug of the environment's author
             outcome = Outcome(OutcomeKind.GRADER_FAULT, detail=str(error))
         finally:
             await self._close()
@@ -130,7 +136,7 @@ class Episode:
     async def _play(self) -> Outcome | None:
         await self._open()
         if self.steps[-1].is_terminal:
-            return await self.env.grade()
+            return await self._grade()
         while True:
             if self._harnessed is not None and self._harnessed.is_context_closed:
                 await self._open_context(self._harnessed)
@@ -146,21 +152,22 @@ class Episode:
                 return Outcome(OutcomeKind.TRUNCATED, OVER_BUDGET_REWARD, cause=cause)
             if turn.finish_reason is FinishReason.LENGTH:
                 return await self._truncate(TruncationCause.CONTEXT)
-            if await self._act(turn):
-                return await self.env.grade()
+            try:
+                is_over = await self._act(turn)
+            except DeadlineExceeded:
+                return await self._truncate(TruncationCause.TIME)
+            if is_over:
+                return await self._grade()
             if self.is_pausing:
                 return None
 
     async def _open(self) -> None:
         """Restore the sandbox and the session, or make both and commit the opening step."""
-        backend, spec = self.parts.backend, self.spec
-        if self.snapshot is not None:
-            self.sandbox = Sandbox(backend, await backend.restore(spec, self.snapshot))
-            await self.env.open(self.task, self.sandbox, self.steps[-1].env_state)
+        is_new = self.snapshot is None
+        limit_s = self.parts.deadlines.boot_s
+        observation = await within(limit_s, Phase.BOOT, self.task, self._boot())
+        if not is_new:
             return
-        sandbox_id = await backend.create(spec, self.env.files(self.task))
-        self.sandbox = Sandbox(backend, sandbox_id)
-        observation = await self.env.open(self.task, self.sandbox)
         await self._commit_opening(observation)
 
     async def _open_context(self, env: HarnessedEnv) -> None:
@@ -179,6 +186,20 @@ class Episode:
     def _num_turns(self) -> int:
         """Turns so far, of all contexts, without summaries: each of those closed a context."""
         return sum(step.finish_reason is not None for step in self.steps) - self._context
+
+    async def _boot(self) -> Observation:
+        owned, state = self._owned, None
+        if self.snapshot is not None:
+            sandbox_id = await owned.restore(self.spec, self.snapshot)
+            state = self.steps[-1].env_state
+        else:
+            sandbox_id = await owned.create(self.spec, self.env.files(self.task))
+        self.sandbox = Sandbox(cast("SandboxBackend", owned), sandbox_id)
+        return await self.env.open(self.task, self.sandbox, state)
+
+    async def _grade(self) -> Outcome:
+        limit_s = self.parts.deadlines.grade_s
+        return await within(limit_s, Phase.GRADE, self.task, self.env.grade())
 
     async def _generate(self) -> _Turn:
         """Sample until the turn ends, appending as tokens come."""
@@ -242,7 +263,9 @@ class Episode:
         """Run the turn's tools and commit the step; True when the world has ended."""
         message = self._message(turn)
         began = time.monotonic()
-        result = await self.env.act(message)
+        left_s = max(self.task.limits.max_time_s - self._live_s(), 0.0)
+        limit_s = min(left_s, self.parts.deadlines.step_s)
+        result = await within(limit_s, Phase.STEP, self.task, self.env.act(message))
         ids = self._results(result)
         step = Step(
             len(self.steps),
@@ -330,7 +353,7 @@ class Episode:
 
     async def _truncate(self, cause: TruncationCause) -> Outcome:
         """Cut off by a limit: the grader judges the final state (design decision 2)."""
-        graded = await self.env.grade()
+        graded = await self._grade()
         if graded.reward is None:
             return graded
         return replace(graded, kind=OutcomeKind.TRUNCATED, cause=cause)
@@ -340,15 +363,18 @@ class Episode:
             await asyncio.to_thread(self.parts.ledger.write, *acks)
 
     async def _close(self) -> None:
-        """Free session and sandbox; what the sandbox refuses is no part of the outcome."""
+        """Free session and sandboxes, whatever cancels it; failing to is no part of the outcome."""
+        await unbroken(self._close_all())
+
+    async def _close_all(self) -> None:
         try:
-            try:
-                await self.env.close()
-            finally:
-                if self.sandbox is not None:
-                    await self.parts.backend.close(self.sandbox.id)
-        except SandboxError as error:
-            _log.warning("trajectory %s: its sandbox is left behind: %s", self.id, error)
+            limit_s = self.parts.deadlines.close_s
+            await within(limit_s, Phase.CLOSE, self.task, self.env.close())
+        except K3rlError as error:
+            _log.warning("trajectory %s: %s", self.id, error)
+        finally:
+            if num_left := await self._owned.close_all():
+                _log.warning("trajectory %s: %d sandboxes are left behind", self.id, num_left)
 
 
 def _versions(delta: Delta) -> tuple[int, int]:

@@ -13,12 +13,13 @@ from dataclasses import replace
 import numpy as np
 
 from k3rl.envs.harness.sub_agents import SubAgentJob, SubAgentReport
+from k3rl.errors import EngineError
 from k3rl.rollout.engine import GenerateRequest, RolloutEngine, SamplingLaw
 from k3rl.rollout.renderer import Renderer
 from k3rl.types import FinishReason, Int32Array, Message, TrajectoryHeader, TrajectoryKey
 
 
-class SubAgentPaused(Exception):
+class SubAgentPaused(EngineError):
     """The engine was told to stop in the middle of a job; the step has to be run again."""
 
 

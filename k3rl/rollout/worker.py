@@ -22,6 +22,7 @@ from k3rl.envs.base import ScriptedPolicy, ToolEnv
 from k3rl.envs.harness.drawing import harness_of
 from k3rl.envs.harness.scripted import harnessed
 from k3rl.envs.harness.session import HarnessedEnv
+from k3rl.envs.phases import Deadlines
 from k3rl.errors import ConfigError, Fenced, WeightsError
 from k3rl.rollout.engine import RolloutEngine
 from k3rl.rollout.episode import Episode, EpisodeParts
@@ -73,6 +74,7 @@ class RolloutWorker:
             seed=self.config.seed,
             ack_tokens=self.config.rollout.ack_tokens,
             ledger=self._ledger(worker_id),
+            deadlines=Deadlines(**self.config.rollout.deadlines.model_dump()),
         )
         beat = asyncio.create_task(self._heartbeat(worker_id))
         try:

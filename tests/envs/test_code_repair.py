@@ -162,7 +162,9 @@ def test_all_of_the_table_is_verified(tmp_path):
 def test_an_oracle_repairs_projects(tmp_path):
     async def use(case):
         tasks = [case.make().task(split, 2) for split in ("train", "heldout")]
-        return [await play(case.make(), task, case.policies["oracle"], case.backend) for task in tasks]
+        return [
+            await play(case.make(), task, case.policies["oracle"], case.backend) for task in tasks
+        ]
 
     for played in with_case(tmp_path, use, variant="project"):
         assert played.outcome.reward == 1.0
@@ -424,7 +426,9 @@ def test_a_session_with_a_broken_verifier_has_no_reward(tmp_path, monkeypatch):
     monkeypatch.setattr(grading, "VERIFIER", "raise RuntimeError('out of order')")
 
     async def use(case):
-        return await play(case.make(), case.make().task("train", 0), case.policies["oracle"], case.backend)
+        return await play(
+            case.make(), case.make().task("train", 0), case.policies["oracle"], case.backend
+        )
 
     with pytest.raises(GraderError, match="out of order"):
         with_case(tmp_path, use)

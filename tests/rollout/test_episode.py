@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import itertools
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from k3rl.envs import registry
 from k3rl.envs.harness.parts import Harness
 from k3rl.envs.harness.session import HarnessedEnv
+from k3rl.envs.phases import Deadlines
 from k3rl.envs.play import play
 from k3rl.errors import EngineError, Fenced
 from k3rl.rollout.episode import OVER_BUDGET_REWARD
@@ -284,17 +286,54 @@ async def test_the_context_limit_counts_every_token(bench):
 
 @in_bench
 async def test_the_time_limit_counts_live_time_only(bench):
-    """Time spent paused is not live; what earlier claims used is: 1.1 + 1.1 > 2 s."""
-    header = await bench.begin(notes(), limits=limits(max_time_s=2.0))
-    env = notes(note_s=1.1)
+    """Time spent paused is not live; what earlier claims used is: 1.6 + 1.6 > 3 s."""
+    header = await bench.begin(notes(), limits=limits(max_time_s=3.0))
+    env = notes(note_s=1.6)
     await paused_in_a_call(bench.episode(await bench.claim(), env, "endless"), env)
-    await asyncio.sleep(2.1)
+    await asyncio.sleep(3.1)
     await bench.store.requeue_paused()
-    outcome = await bench.episode(await bench.claim(), notes(note_s=1.1), "endless").run()
+    again = notes(note_s=1.6)
+    outcome = await bench.episode(await bench.claim(), again, "endless").run()
+    assert again.called.is_set(), "there was time left for a turn, though not for all of its call"
     assert outcome.kind is OutcomeKind.TRUNCATED
     assert outcome.cause is TruncationCause.TIME
     assert outcome.reward == 0.0
-    assert len((await bench.store.get(header.id)).steps) == 3
+    assert len((await bench.store.get(header.id)).steps) == 2
+
+
+@in_bench
+async def test_a_call_runs_no_longer_than_the_time_that_is_left(bench):
+    began = time.monotonic()
+    stored = await bench.play(notes(note_s=30.0), "writer", limits=limits(max_time_s=2.0))
+    assert (stored.outcome.kind, stored.outcome.cause) == (
+        OutcomeKind.TRUNCATED,
+        TruncationCause.TIME,
+    )
+    assert time.monotonic() - began < 20.0
+
+
+@in_bench
+async def test_a_step_deadline_truncates_and_a_hanging_grader_is_the_machines(bench):
+    short = Deadlines(step_s=0.5, grade_s=30.0)
+    stored = await bench.play(notes(note_s=30.0), "writer", {"deadlines": short})
+    assert stored.outcome.cause is TruncationCause.TIME
+    hung = await bench.play(notes(grader="hangs"), "writer", {"deadlines": Deadlines(grade_s=0.5)})
+    assert hung.outcome.kind is OutcomeKind.INFRA_FAULT
+    assert "grade took longer than 0.5 s" in hung.outcome.detail
+
+
+@in_bench
+async def test_a_bug_in_a_tool_ends_its_trajectory_and_not_the_run(bench):
+    class Buggy(Notes):
+        async def note(self, text: str):
+            """Note."""
+            raise LookupError("a bug")
+
+    stored = await bench.play(Buggy(notes().spec), "writer")
+    assert stored.outcome.kind is OutcomeKind.GRADER_FAULT
+    assert stored.outcome.reward is None
+    assert "tool note: LookupError('a bug')" in stored.outcome.detail
+    assert (await bench.play(notes(), "writer")).outcome.reward == 1.0
 
 
 async def paused_in_a_call(episode, env):
