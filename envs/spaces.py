@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import string
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import gymnasium
 import numpy as np
 
+from k3rl.envs.samples import SchemaSampler
 from k3rl.errors import UserInputError
 from k3rl.types import (
-    JSON,
     JsonObject,
     Message,
     ToolCall,
@@ -20,9 +19,6 @@ from k3rl.types import (
     from_plain,
     to_plain,
 )
-
-MAX_SAMPLE_CHARS = 12
-CHARSET = string.ascii_letters + string.digits + string.punctuation + " "
 
 
 class MessageSpace(gymnasium.Space[Message]):
@@ -60,22 +56,11 @@ class MessageSpace(gymnasium.Space[Message]):
         return Message(role, self._text())
 
     def _text(self) -> str:
-        length = int(self.np_random.integers(MAX_SAMPLE_CHARS + 1))
-        return "".join(self.np_random.choice(list(CHARSET), length))
+        return SchemaSampler({}, self.np_random).text()
 
     def _call(self) -> ToolCall:
         tool = self.tools[int(self.np_random.integers(len(self.tools)))]
-        properties = tool.parameters["properties"]
-        arguments = {name: self._value(schema["type"]) for name, schema in properties.items()}
-        return ToolCall(tool.name, arguments, 1)
-
-    def _value(self, kind: str) -> JSON:
-        if kind == "string":
-            return self._text()
-        if kind == "boolean":
-            return bool(self.np_random.random() < 0.5)
-        number = int(self.np_random.integers(-100, 100))
-        return number if kind == "integer" else number / 8
+        return ToolCall(tool.name, SchemaSampler(tool.parameters, self.np_random).arguments(), 1)
 
     def contains(self, x: Any) -> bool:
         """Whether `x` is a Message of these roles whose fields have their types."""

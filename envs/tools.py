@@ -1,7 +1,7 @@
 """Tools are typed async Python functions; a bad call is answered to the policy, never raised.
 
 `Tool.of` reads the declaration off the function: its name, the first line of its docstring, and
-its parameters (str, int, float, bool; one with a default may be left out). `check_call` says what
+its parameters (see `typed`; one with a default may be left out). `check_call` says what
 is wrong with a call; `run_call` carries out a good one. Only a failure of the infrastructure
 (`SandboxError`) or a bug in the tool itself leaves `run_call` as an exception.
 """
@@ -9,15 +9,15 @@ is wrong with a call; `run_call` carries out a good one. Only a failure of the i
 from __future__ import annotations
 
 import asyncio
-import difflib
 import inspect
 import math
 import time
-import typing
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
+from k3rl.envs.typed import SCALARS, BadArguments, Parse, parameters_of
+from k3rl.envs.words import echo, nearest
 from k3rl.errors import EnvError
 from k3rl.sandboxes.base import ExecRequest, ExecResult, Sandbox, run
 from k3rl.types import (
@@ -35,10 +35,7 @@ RECORD_BYTES = 4096
 """Most bytes of an output that a ToolRecord keeps; its digest covers all of them."""
 SHOWN_BYTES = 2048
 """Most bytes per stream of a sandboxed command that the policy reads."""
-ECHO_CHARS = 40
-"""Most characters of a wrong name that an error repeats."""
-
-_JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
+SCALAR_KINDS = frozenset(SCALARS.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,73 +58,73 @@ class Tool:
     deadline_s: float | None = None
     """After it the function is cancelled and the policy reads a timeout. None: the function
     bounds itself, as those do that give a sandboxed command its own deadline."""
+    parse: Parse | None = None
+    """Turns arguments into what the function takes, or raises BadArguments. None: as they are."""
 
     @classmethod
     def of(cls, function: ToolFunction, deadline_s: float | None = None) -> Tool:
         """Declare `function` as a tool. Raises EnvError when its signature cannot be declared."""
         method = getattr(function, "__func__", None)
-        spec = _declare(function) if method is None else _declare_method(method)
-        return cls(spec, function, deadline_s)
+        spec, parse = _declare(function) if method is None else _declare_method(method)
+        return cls(spec, function, deadline_s, parse)
 
 
 @cache
-def _declare_method(function: ToolFunction) -> ToolSpec:
+def _declare_method(function: ToolFunction) -> tuple[ToolSpec, Parse | None]:
     """Once per class: every session of an environment declares the same methods."""
     return _declare(function, num_bound=1)
 
 
-def _declare(function: ToolFunction, num_bound: int = 0) -> ToolSpec:
+def _declare(function: ToolFunction, num_bound: int = 0) -> tuple[ToolSpec, Parse | None]:
     """The declaration of a function whose first `num_bound` parameters are given already."""
     name = getattr(function, "__name__", repr(function))
-    hints = typing.get_type_hints(function)
-    properties: JsonObject = {}
-    required = []
-    for parameter in list(inspect.signature(function).parameters.values())[num_bound:]:
-        kind = _JSON_TYPES.get(hints.get(parameter.name, object))
-        if kind is None or parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
-            raise EnvError(f"tool {name}: parameter {parameter}: use str, int, float or bool")
-        properties[parameter.name] = {"type": kind}
-        if parameter.default is inspect.Parameter.empty:
-            required.append(parameter.name)
+    schema, parse = parameters_of(function, num_bound)
     description = (inspect.getdoc(function) or "").partition("\n")[0].removesuffix(".")
     if not description:
         raise EnvError(f"tool {name}: its docstring is its description and must not be empty")
-    schema = {"type": "object", "properties": properties, "required": required}
-    return ToolSpec(name, description, schema)
-
-
-def nearest(name: str, known: typing.Iterable[str]) -> str | None:
-    """The known name most like `name`; None only when nothing is known."""
-    close = difflib.get_close_matches(name[:ECHO_CHARS], list(known), n=1, cutoff=0.0)
-    return close[0] if close else None
+    return ToolSpec(name, description, schema), parse
 
 
 def check_call(tools: Mapping[str, Tool], call: ToolCall) -> str | None:
     """What is wrong with a call, in one line for the policy; None when it may run."""
     tool = tools.get(call.tool)
     if tool is None:
-        return f"error: no tool {_echo(call.tool)}, nearest is {nearest(call.tool, tools)}"
+        return f"error: no tool {echo(call.tool)}, nearest is {nearest(call.tool, tools)}"
     if call.raw is not None:
         return f"error: {call.tool}: arguments are not JSON"
+    return _check_arguments(tool, call)
+
+
+def _check_arguments(tool: Tool, call: ToolCall) -> str | None:
     schema = tool.spec.parameters
-    for name in schema["required"]:
+    known = schema.get("properties", {})
+    is_open = schema.get("additionalProperties", False) is not False
+    for name in schema.get("required", ()):
         if name not in call.arguments:
             return f"error: {call.tool}: missing argument {name}"
     for name, value in call.arguments.items():
-        if name not in schema["properties"]:
-            close = nearest(name, schema["properties"])
-            return f"error: {call.tool}: unknown argument {_echo(name)}, nearest is {close}"
-        problem = _check_value(value, schema["properties"][name]["type"])
+        if name not in known and not is_open:
+            close = f", nearest is {nearest(name, known)}" if known else ""
+            return f"error: {call.tool}: unknown argument {echo(name)}{close}"
+        problem = _check_value(value, known.get(name, {}))
         if problem is not None:
-            return f"error: {call.tool}: {name} must be {problem}"
+            return f"error: {call.tool}: {echo(name)} must be {problem}"
+    try:
+        _parsed(tool, call)
+    except BadArguments as error:
+        return f"error: {call.tool}: {error}"
     return None
 
 
-def _echo(name: str) -> str:
-    return name if len(name) <= ECHO_CHARS else name[:ECHO_CHARS] + "..."
+def _parsed(tool: Tool, call: ToolCall) -> JsonObject:
+    return call.arguments if tool.parse is None else tool.parse(call.arguments)
 
 
-def _check_value(value: JSON, kind: str) -> str | None:
+def _check_value(value: JSON, schema: JSON) -> str | None:
+    """What a plain value must be; of anything else `Tool.parse` knows more."""
+    kind = schema.get("type") if isinstance(schema, dict) else None
+    if not isinstance(kind, str) or kind not in SCALAR_KINDS:
+        return None
     if kind == "string":
         if not isinstance(value, str):
             return "a string"
@@ -160,7 +157,7 @@ async def run_call(
     limit = asyncio.timeout(tool.deadline_s)
     try:
         async with limit:
-            output = await tool.function(**call.arguments)
+            output = await tool.function(**_parsed(tool, call))
     except TimeoutError:
         if not limit.expired():
             raise

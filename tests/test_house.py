@@ -67,6 +67,8 @@ FENCED = {
     "gymnasium": {"envs"},
     "docker": {"sandboxes"},
     "reasoning_gym": {"envs"},
+    "mcp": {"envs"},
+    "mcp_types": {"envs"},
     "tensorboard": {"metrics"},
     "typer": {"cli"},
     "fastapi": {"view"},

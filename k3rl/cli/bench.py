@@ -102,9 +102,8 @@ def envs(
     The round trip is what a turn takes beyond its tools.
     """
     from k3rl.envs.bench import OVERHEAD_BAR_S, Figures
-    async def work(made: SandboxBackend, _: object) -> Figures:
 
-    async def work(made: SandboxBackend) -> Figures:
+    async def work(made: SandboxBackend, _: object) -> Figures:
         return await measure_envs(made, env, num_tasks, concurrency, policy, split)
 
     found = asyncio.run(with_backend(backend, work))

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from k3rl.envs import registry, tools
+from k3rl.envs import registry
 from k3rl.envs.tools import Tool, ToolOutput, check_call, command_output, run_call
+from k3rl.envs.words import nearest
 from k3rl.errors import EnvError, SandboxLost
 from k3rl.sandboxes.base import ExecResult
 from k3rl.types import ToolCall, ToolStatus, digest_bytes
@@ -44,7 +45,7 @@ async def untyped(path) -> str:
     """Bad."""
 
 
-async def listed(paths: list[str]) -> str:
+async def unread(path: EnvError) -> str:
     """Bad."""
 
 
@@ -56,7 +57,7 @@ async def undocumented(path: str) -> str:
     return path
 
 
-@pytest.mark.parametrize("function", [untyped, listed, variadic, undocumented])
+@pytest.mark.parametrize("function", [untyped, unread, variadic, undocumented])
 def test_bad_declarations_are_refused(function):
     with pytest.raises(EnvError, match=function.__name__):
         Tool.of(function)
@@ -184,4 +185,4 @@ def test_declarations_are_short(env_id):
 
 
 def test_nearest_of_nothing():
-    assert tools.nearest("x", []) is None
+    assert nearest("x", []) is None
