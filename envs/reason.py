@@ -15,6 +15,7 @@ import numpy as np
 
 from k3rl.envs.base import EnvSpec, Observation
 from k3rl.envs.demonstrating import draw_thought, slips
+from k3rl.envs.interpreter import PYTHON
 from k3rl.envs.reasoning import (
     ALL,
     CATEGORIES,
@@ -38,13 +39,6 @@ HOW_TO_ANSWER = "Your last message is your answer: nothing but the answer, in th
 DEADLINE_S = 5.0
 MAX_WRONG_TURNS = 2
 """Of a demonstration, so that it stays within the limits."""
-START = """import builtins, _sitebuiltins
-builtins.exit = builtins.quit = _sitebuiltins.Quitter("exit", "")
-del builtins, _sitebuiltins
-exec(compile(__import__("sys").stdin.read(), "<stdin>", "exec"))"""
-PYTHON = ("python3", "-S", "-s", "-c", START)
-"""Runs the program on its input without the site module, which takes a quarter of Python's start
-and would let the host's packages in; of what that module adds, programs get `exit` and `quit`."""
 
 
 class Reason(ToolSession):

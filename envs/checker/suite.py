@@ -20,7 +20,7 @@ from k3rl.envs.checker import (
 )
 from k3rl.envs.checker.case import Case
 from k3rl.envs.checker.check import Check, Finding, Group, Verdict, examine
-from k3rl.envs.tools import nearest
+from k3rl.envs.words import nearest
 from k3rl.errors import UserInputError
 from k3rl.sandboxes.base import SandboxBackend
 from k3rl.sandboxes.factory import open_backend

@@ -13,7 +13,7 @@ from k3rl.envs.base import EnvSpec, Normaliser, Observation
 from k3rl.envs.code_repair.grading import let_in, verify
 from k3rl.envs.code_repair.table import ENV_ID, mutants, row_at, rows_of
 from k3rl.envs.code_repair.workspace import PYTEST_ZIP, VARIANTS, Workspace, workspace
-from k3rl.envs.reason import PYTHON
+from k3rl.envs.interpreter import PYTHON
 from k3rl.envs.session import ToolSession
 from k3rl.envs.tools import SHOWN_BYTES, Tool, ToolOutput, command_output, run_command
 from k3rl.errors import GraderError, UncapturableTree, UserInputError

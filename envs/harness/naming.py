@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from k3rl.envs.harness.parts import Description, NameCase, ToolStyle
-from k3rl.envs.tools import ECHO_CHARS, Tool, check_call, nearest
+from k3rl.envs.tools import Tool, check_call
+from k3rl.envs.words import echo, nearest
 from k3rl.errors import EnvError
 from k3rl.types import JSON, JsonObject, ToolCall, ToolSpec, ToolStatus
 
@@ -81,7 +82,7 @@ class Naming:
         for name in call.arguments:
             if name not in hidden:
                 close = nearest(name, hidden)
-                text = f"error: {call.tool}: unknown argument {_echo(name)}, nearest is {close}"
+                text = f"error: {call.tool}: unknown argument {echo(name)}, nearest is {close}"
                 return BadCall(text)
         arguments = {hidden[name]: value for name, value in call.arguments.items()}
         return replace(call, tool=own, arguments=arguments)
@@ -206,11 +207,7 @@ def _replace_words(text: str, words: Mapping[str, str]) -> str:
 
 
 def _no_such(what: str, name: str, known: Iterable[str]) -> str:
-    return f"error: no {what} {_echo(name)}, nearest is {nearest(name, known)}"
-
-
-def _echo(name: str) -> str:
-    return name if len(name) <= ECHO_CHARS else name[:ECHO_CHARS] + "..."
+    return f"error: no {what} {echo(name)}, nearest is {nearest(name, known)}"
 
 
 def _word(value: JSON) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from k3rl.envs.harness.parts import Harness
-from k3rl.envs.tools import Tool, ToolOutput, nearest
+from k3rl.envs.tools import Tool, ToolOutput
+from k3rl.envs.words import nearest
 from k3rl.types import JsonObject, ToolStatus
 
 

@@ -102,6 +102,7 @@ def envs(
     The round trip is what a turn takes beyond its tools.
     """
     from k3rl.envs.bench import OVERHEAD_BAR_S, Figures
+    from k3rl.envs.bench import measure as measure_envs
 
     async def work(made: SandboxBackend, _: object) -> Figures:
         return await measure_envs(made, env, num_tasks, concurrency, policy, split)
