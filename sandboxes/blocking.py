@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
@@ -38,6 +38,22 @@ async def unbroken(work: Coroutine[Any, Any, R]) -> R:
         if not task.cancelled():
             task.exception()
         raise
+
+
+async def together(works: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
+    """As `asyncio.gather`, but when one fails or the caller is cancelled, none still runs."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await unbroken(_ended(tasks))
+        raise
+
+
+async def _ended(tasks: list[asyncio.Task[R]]) -> None:
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def in_workspace(path: str, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from k3rl.errors import SandboxError
 from k3rl.sandboxes.base import ExecRequest, ExecResult, run
-from k3rl.sandboxes.blocking import in_thread
+from k3rl.sandboxes.blocking import in_thread, together
 from k3rl.sandboxes.box import Box, rest
 from k3rl.sandboxes.listeners import Listeners
 from k3rl.sandboxes.local import LocalBackend
@@ -178,7 +178,7 @@ class Prober:
             self._no_privileges(),
             self._snapshot(),
         )
-        found = frozenset[Capability]().union(*await asyncio.gather(*probes))
+        found = frozenset[Capability]().union(*await together(probes))
         if Capability.DISK_LIMIT not in found:
             # Another probe's sandbox that closes hides from the watch what this one has filled.
             found |= await self._disk_limit(LONG_FULL_S)
@@ -238,7 +238,7 @@ class Prober:
         high = SandboxLimits(max_processes=NUM_FORKS * 4 // 3)
         runs = [self._run(SPAWN, low, BOMB_DEADLINE_S)]
         runs += [self._run(SPAWN, high) for _ in range(2)]
-        bomb, *controls = await asyncio.gather(*runs)
+        bomb, *controls = await together(runs)
         is_free = all(control.stdout == b"all\n" for control in controls)
         bites = is_free and bomb.stdout == b"" and b"fork" in bomb.stderr
         return {Capability.PROCESS_LIMIT} if bites else set()
@@ -272,7 +272,7 @@ class Prober:
         whole = NUM_HOLDERS * HELD_BYTES
         low = SandboxLimits(total_memory_bytes=whole * 3 // 4)
         high = SandboxLimits(total_memory_bytes=whole * 4)
-        bomb, control = await asyncio.gather(self._python(HOLD, low), self._python(HOLD, high))
+        bomb, control = await together([self._python(HOLD, low), self._python(HOLD, high)])
         is_whole = [run.stdout == f"{NUM_HOLDERS}\n".encode() for run in (bomb, control)]
         return {Capability.TOTAL_MEMORY_LIMIT} if is_whole == [False, True] else set()
 
