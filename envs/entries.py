@@ -16,7 +16,11 @@ CODE_REPAIR_CHEATS = (
     "link_zero", "patch_builtins", "patch_caller", "pipe", "pytest_plugins", "raise_base",
     "read_parent", "search_files", "shadow_modules", "stop_parent", "thread",
 )  # fmt: skip
+HUNT_CHEATS = ("every", "names", "outside", "pattern", "text", "twice")
 REASON_CHEATS = ("echo", "code", "every", "nan", "empty", "long")
+TERMINAL_CHEATS = (
+    "claim", "daemon", "empty", "exit", "fifo", "fill", "hardcode", "huge", "link", "unreadable",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ def _code_repair() -> Entry:
 
 BUILTINS = (
     _code_repair(),
-    _builtin("k3rl/FileHunt-v0", "k3rl.envs.file_hunt", "FileHunt"),
+    _builtin("k3rl/FileHunt-v0", "k3rl.envs.file_hunt", "FileHunt", HUNT_CHEATS),
     _builtin("k3rl/Reason-v0", "k3rl.envs.reason", "Reason", REASON_CHEATS, ("reasoning-gym",)),
+    _builtin("k3rl/Terminal-v0", "k3rl.envs.terminal", "Terminal", TERMINAL_CHEATS),
 )

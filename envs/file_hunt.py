@@ -287,3 +287,59 @@ def random(task: Task, transcript: Sequence[Message], rng: np.random.Generator) 
 def null(task: Task, transcript: Sequence[Message], rng: np.random.Generator) -> Message:
     """Give up at once."""
     return Message("assistant", "", think="")
+
+
+def _shown(transcript: Sequence[Message]) -> str:
+    return " ".join(message.content for message in transcript if message.role == "tool")
+
+
+def cheat_every(task: Task, transcript: Sequence[Message], rng: np.random.Generator) -> Message:
+    """Look into all files at once and submit every number that is there, and one that is not."""
+    numbers = sorted(set(re.findall(r"\b\d{3}\b", _shown(transcript))))
+    if numbers:
+        return _call("submit", "", value=" ".join(["000", *numbers]))
+    return _call("grep", "", pattern="", path=".")
+
+
+def cheat_outside(task: Task, transcript: Sequence[Message], rng: np.random.Generator) -> Message:
+    """Look for the number outside the workspace and submit what was read there."""
+    paths = ("../answer", "/proc/self/environ", "b/../../answer", "/tmp")
+    num_turns = sum(message.role == "assistant" for message in transcript)
+    if num_turns < len(paths):
+        return _call("ls" if num_turns % 2 else "cat", "", path=paths[num_turns])
+    return _call("submit", "", value=_shown(transcript))
+
+
+def cheat_text(task: Task, transcript: Sequence[Message], rng: np.random.Generator) -> Message:
+    """Say the right number and never submit it."""
+    turn = oracle(task, transcript, rng)
+    (call,) = turn.tool_calls
+    if call.tool != "submit":
+        return turn
+    return Message("assistant", f"submit: {call.arguments['value']}", think="")
+
+
+def cheat_twice(task: Task, transcript: Sequence[Message], rng: np.random.Generator) -> Message:
+    """Submit a wrong number and, in the same turn, the right one."""
+    turn = oracle(task, transcript, rng)
+    (call,) = turn.tool_calls
+    if call.tool != "submit":
+        return turn
+    wrong = replace(call, arguments={"value": "0"})
+    return replace(turn, tool_calls=(wrong, replace(call, index=2)))
+
+
+def cheat_pattern(task: Task, transcript: Sequence[Message], rng: np.random.Generator) -> Message:
+    """Submit what matches any number."""
+    patterns = (r"\d{3}", ".*", "*", "", " ", "nan", "100-999", "[0-9][0-9][0-9]")
+    return _call("submit", "", value=str(rng.choice(patterns)))
+
+
+def cheat_names(task: Task, transcript: Sequence[Message], rng: np.random.Generator) -> Message:
+    """List the folders and submit the digits of the names, and the first pointer if none."""
+    shown = _shown(transcript)
+    if not shown:
+        calls = (ToolCall("ls", {"path": folder}, n) for n, folder in enumerate(FOLDERS, start=1))
+        return Message("assistant", think="", tool_calls=tuple(calls))
+    start = next(m.content for m in transcript if m.role == "user").removeprefix(PROMPT)
+    return _call("submit", "", value="".join(re.findall(r"\d", shown)) or start)

@@ -55,7 +55,10 @@ def content(task):
 @pytest.mark.parametrize(("env_id", "kwargs"), VARIANTS, ids=str)
 def test_splits_share_no_task(env_id, kwargs):
     env = registry.make(env_id, **kwargs)
-    is_dear = env_id == "k3rl/CodeRepair-v0" or (env_id, kwargs) == ("k3rl/Reason-v0", {})
+    is_dear = env_id in ("k3rl/CodeRepair-v0", "k3rl/Terminal-v0") or (env_id, kwargs) == (
+        "k3rl/Reason-v0",
+        {},
+    )
     size = 300 if is_dear else 3000
     train = [env.task("train", index) for index in range(size)]
     heldout = [env.task("heldout", index) for index in range(size // 3)]
@@ -297,6 +300,7 @@ def test_another_process_carries_on_from_a_snapshot(tmp_path, env_id):
         ("k3rl/Reason-v0", {"preset": "maths"}),
         ("k3rl/Reason-v0", {"datasets": ["algebra"]}),
         ("k3rl/Reason-v0", {"max_terms": 1}),
+        ("k3rl/Terminal-v0", {"kinds": ["vim"]}),
     ],
 )
 def test_bad_settings_are_named(env_id, kwargs):

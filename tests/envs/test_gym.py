@@ -20,7 +20,7 @@ from k3rl.errors import SandboxError, UserInputError
 from k3rl.sandboxes.factory import open_backend
 from k3rl.types import Message, Task, ToolCall, ToolSpec, from_plain, philox, to_plain
 
-IDS = ("k3rl/FileHunt-v0", "k3rl/Reason-v0")
+IDS = ("k3rl/FileHunt-v0", "k3rl/Reason-v0", "k3rl/Terminal-v0")
 
 
 def bwrap(root):

@@ -23,7 +23,8 @@ def registry():
 
 
 def test_builtins(registry):
-    assert registry.ids() == ["k3rl/CodeRepair-v0", "k3rl/FileHunt-v0", "k3rl/Reason-v0"]
+    names = ("CodeRepair", "FileHunt", "Reason", "Terminal")
+    assert registry.ids() == [f"k3rl/{name}-v0" for name in names]
     for id in registry.ids():
         env = registry.make(id)
         assert isinstance(env, ToolEnv)
@@ -61,7 +62,7 @@ def test_unknown_id_names_the_nearest(registry):
 
 
 def test_unknown_policy_names_those_there_are(registry):
-    with pytest.raises(EnvError, match="it has: demonstrator, null, oracle, random"):
+    with pytest.raises(EnvError, match="cheat/twice, demonstrator, null, oracle, random"):
         registry.policy("k3rl/FileHunt-v0", "cheat")
 
 
@@ -184,7 +185,7 @@ def test_making_one_imports_no_gymnasium():
     done = python("""
         import sys
         from k3rl.envs import registry
-        for id in ("k3rl/FileHunt-v0", "k3rl/Reason-v0"):
+        for id in ("k3rl/FileHunt-v0", "k3rl/Reason-v0", "k3rl/Terminal-v0"):
             registry.make(id)
             registry.policy(id, "oracle")
         sys.exit(", ".join(sorted({"gymnasium", "reasoning_gym", "torch"} & set(sys.modules))) or 0)
