@@ -18,11 +18,21 @@ from gymnasium.error import ResetNeeded
 
 from k3rl.envs import registry
 from k3rl.envs.base import StepResult, ToolEnv
+from k3rl.envs.harness.session import turn_limit
 from k3rl.envs.play import cut_off
 from k3rl.envs.spaces import MessageSpace
-from k3rl.errors import EnvError, GraderError, UserInputError
+from k3rl.errors import EnvError, GraderError, UncapturableTree, UserInputError
 from k3rl.sandboxes.base import Sandbox, SandboxBackend
-from k3rl.types import JsonObject, Message, Outcome, Task, TruncationCause, from_plain, to_plain
+from k3rl.types import (
+    JsonObject,
+    Message,
+    Outcome,
+    OutcomeKind,
+    Task,
+    TruncationCause,
+    from_plain,
+    to_plain,
+)
 
 INDEX_LIMIT = 1 << 31
 _T = TypeVar("_T")
@@ -145,14 +155,15 @@ class GymEnv(gymnasium.Env[_Obs, Message | str]):
             result = await session.act(message)
             self._num_turns += 1
             self._transcript += [message, *copy.deepcopy(result.messages)]
-            truncated = not result.terminated and self._num_turns >= self._task.limits.max_turns
+            limit = turn_limit(session, self._task)
+            truncated = not result.terminated and self._num_turns >= limit
             if not result.terminated and not truncated:
                 return copy.deepcopy(result.messages), 0.0, False, False, _info(result)
-            outcome = await session.grade()
+            outcome = await _graded(session)
         except BaseException:
             await self._end_session()
             raise
-        if truncated:
+        if truncated and outcome.kind is OutcomeKind.COMPLETED:
             outcome = cut_off(outcome, TruncationCause.TURNS)
         await self._end_session()
         reward = _reward(outcome)
@@ -187,6 +198,13 @@ class GymEnv(gymnasium.Env[_Obs, Message | str]):
         finally:
             self._backend = None
             thread.stop()
+
+
+async def _graded(session: ToolEnv) -> Outcome:
+    try:
+        return await session.grade()
+    except UncapturableTree as error:  # the policy's doing, as in an episode
+        return Outcome(OutcomeKind.POLICY_FAULT, 0.0, detail=str(error))
 
 
 def _info(result: StepResult) -> dict[str, Any]:

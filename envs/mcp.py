@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -119,7 +121,8 @@ class McpServer:
         args = ["-I", "-S", str(GUARD), str(os.getpid()), *self.spec.command]
         environment = dict(self.spec.environment)
         how = StdioServerParameters(command=sys.executable, args=args, env=environment)
-        with tempfile.TemporaryFile("w+", errors="replace") as said:
+        error: K3rlError = SandboxError(f"{self._name}: no file for what it says")
+        with _settled(ready, lambda: error), tempfile.TemporaryFile("w+", errors="replace") as said:
             try:
                 with anyio.CancelScope() as self._scope:
                     async with (
@@ -132,13 +135,11 @@ class McpServer:
                         if not ready.done():
                             ready.set_result(None)
                         await anyio.sleep_forever()
-                error: K3rlError = SandboxError(f"{self._name} was closed")
+                error = SandboxError(f"{self._name} was closed")
             except Exception as failure:
                 error = self._typed(failure, said)
             finally:
                 self._session = None
-            if not ready.done():
-                ready.set_exception(error)
 
     async def _learn(self, session: Any) -> None:
         from mcp_types import PaginatedRequestParams
@@ -166,6 +167,8 @@ class McpServer:
         except SchemaError as error:
             problem = error.message
             raise EnvError(f"{self._name}: tool {tool.name}: bad schema: {problem}") from None
+        if problem := _unusable(tool.input_schema, tool.input_schema):
+            raise EnvError(f"{self._name}: tool {tool.name}: bad schema: {problem}")
         description = (tool.description or tool.name).strip().partition("\n")[0]
         return ToolSpec(tool.name, description.removesuffix("."), tool.input_schema)
 
@@ -187,6 +190,16 @@ class McpServer:
             late = f"did not start within {self.spec.start_s:g} s"
             return SandboxError(f"{self._name} {late}: {words or 'it said nothing'}")
         return EnvError(f"{self._name} cannot be used: {failure!r}: {words or 'it said nothing'}")
+
+
+@contextmanager
+def _settled(ready: asyncio.Future[None], error: Callable[[], K3rlError]) -> Iterator[None]:
+    """However a server's life ends, nobody goes on waiting for its start."""
+    try:
+        yield
+    finally:
+        if not ready.done():
+            ready.set_exception(error())
 
 
 async def _ended(task: asyncio.Task[None]) -> None:
@@ -265,6 +278,37 @@ def discover(spec: ServerSpec) -> tuple[ToolSpec, ...]:
     return found[0]
 
 
+def _unusable(part: Any, whole: JsonObject) -> str:
+    """A pattern that is none, or a reference that leads outside or nowhere; "" without any."""
+    if isinstance(part, list):
+        return next(filter(None, (_unusable(each, whole) for each in part)), "")
+    if not isinstance(part, dict):
+        return ""
+    patterns = [part["pattern"]] if isinstance(part.get("pattern"), str) else []
+    if isinstance(part.get("patternProperties"), dict):
+        patterns += part["patternProperties"]
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            return f"pattern {pattern!r}: {error}"
+    reference = part.get("$ref")
+    if isinstance(reference, str) and not _leads_somewhere(reference, whole):
+        return f"$ref {reference!r} leads to nothing inside it"
+    return next(filter(None, (_unusable(each, whole) for each in part.values())), "")
+
+
+def _leads_somewhere(reference: str, whole: JsonObject) -> bool:
+    here: Any = whole
+    start, *steps = reference.split("/")
+    for step in steps:
+        key = step.replace("~1", "/").replace("~0", "~")
+        if not isinstance(here, dict) or key not in here:
+            return False
+        here = here[key]
+    return start == "#"
+
+
 def _reader(spec: ToolSpec) -> Any:
     """Checks arguments by the server's schema; references lead nowhere outside of it."""
     from jsonschema import Draft202012Validator
@@ -278,7 +322,10 @@ def _reader(spec: ToolSpec) -> Any:
             canonical_json(arguments)
         except ValueError:
             raise BadArguments("every text must be valid Unicode, every number finite") from None
-        error = best_match(validator.iter_errors(arguments))
+        try:
+            error = best_match(validator.iter_errors(arguments))
+        except (ArithmeticError, RecursionError):
+            raise BadArguments("arguments that cannot be read") from None
         if error is not None:
             place = error.json_path.removeprefix("$").removeprefix(".")
             said = " ".join(error.message.split())

@@ -8,6 +8,7 @@ A task is (dataset, its settings, entry index): `metadata` holds the first two, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -218,7 +219,11 @@ def cheat_every(task: Task, transcript: Sequence[Message], rng: np.random.Genera
 
 def cheat_nan(task: Task, transcript: Sequence[Message], rng: np.random.Generator) -> Message:
     """Answer with what no comparison of numbers calls wrong."""
-    return _cheat(str(rng.choice(["nan", "inf", "-inf", "nan+nanj", "NaN", "1e999"])))
+    _, entry = find_entry(task.seed, task.metadata)
+    right = str(entry["answer"])
+    shaped = re.sub(r"-?\d+(\.\d+)?", "NaN", right)
+    shaped = "NaN" if shaped == right else shaped
+    return _cheat(str(rng.choice(["nan", "inf", "-inf", "nan+nanj", "NaN", "1e999", shaped])))
 
 
 def cheat_empty(task: Task, transcript: Sequence[Message], rng: np.random.Generator) -> Message:

@@ -21,7 +21,7 @@ _NAMES: dict[str, str] = {
     "algorithmic": (
         "base_conversion binary_alternation binary_matrix caesar_cipher count_primes "
         "cryptarithm game_of_life group_anagrams jugs letter_counting letter_jumble "
-        "manipulate_matrix number_filtering number_sorting palindrome_generation "
+        "manipulate_matrix number_filtering palindrome_generation "
         "palindrome_partitioning pool_matrix rotate_matrix rotten_oranges sentence_reordering "
         "spell_backward spiral_matrix string_insertion string_manipulation string_splitting "
         "string_synthesis word_sequence_reversal word_sorting"
@@ -73,6 +73,7 @@ EXCLUDED = {
     "polynomial_multiplication": UNSTABLE,
     "ransom_note": UNSTABLE,
     "word_ladder": UNSTABLE,
+    "number_sorting": "its scorer takes numbers near the right ones, and NaN for any",
     "coin_flip": GUESSED + "0",
     "complex_arithmetic": GUESSED + "nan",
     "game_of_life_halting": GUESSED + "any text",
@@ -99,6 +100,8 @@ _EVALUATED = {
 """Their scorers evaluate an answer as Python; what is not of this form never gets there."""
 _HUGE = re.compile(r"[eE][+-]?\d{3}")
 """A number whose exact value alone would fill the memory."""
+_NOT_FINITE = re.compile(r"(?<![a-z])[+-]?(nan|inf|infinity)(?![a-z])", re.IGNORECASE)
+"""What no comparison of numbers calls wrong."""
 
 
 @cache
@@ -167,6 +170,8 @@ def is_full_score(seed: int, metadata: JsonObject, answer: str) -> bool:
     if answer == right:
         return bool(answer)
     if not answer or len(answer) > 64 + 4 * len(right) or _HUGE.search(answer):
+        return False
+    if _NOT_FINITE.search(answer) and not _NOT_FINITE.search(right):
         return False
     form = _EVALUATED.get(str(metadata["dataset"]))
     if form is not None and re.fullmatch(form, answer, re.DOTALL) is None:

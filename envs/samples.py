@@ -65,10 +65,19 @@ class SchemaSampler:
         return self._object(schema, depth) if kind == "object" else None
 
     def _number(self, kind: str, schema: Mapping[str, Any]) -> int | float:
-        low = schema.get("minimum", schema.get("exclusiveMinimum", -101) + 1)
-        high = schema.get("maximum", schema.get("exclusiveMaximum", max(low, 0) + 101) - 1)
-        drawn = int(self.rng.integers(int(np.ceil(low)), max(int(high), int(np.ceil(low))) + 1))
-        return drawn if kind == "integer" or drawn + 0.5 > high else drawn + 0.5
+        """Within all of its bounds; a multiple where it must be one."""
+        low = max(schema.get("minimum", -np.inf), schema.get("exclusiveMinimum", -np.inf))
+        high = min(schema.get("maximum", np.inf), schema.get("exclusiveMaximum", np.inf))
+        low = min(-100, high - 200) if low == -np.inf else low
+        high = max(100, low + 200) if high == np.inf else high
+        step = schema.get("multipleOf", 1 if kind == "integer" else None)
+        if step is None:
+            return low if low == high else float(low + (high - low) * self.rng.uniform(0.1, 0.9))
+        first, last = int(np.ceil(low / step)), int(np.floor(high / step))
+        first += first * step == schema.get("exclusiveMinimum")
+        last -= last * step == schema.get("exclusiveMaximum")
+        drawn = int(self.rng.integers(first, max(first, last) + 1)) * step
+        return int(drawn) if kind == "integer" else drawn
 
     def _array(self, schema: Mapping[str, Any], depth: int) -> list[JSON]:
         firsts = [self._value(each, depth + 1) for each in schema.get("prefixItems", ())]

@@ -194,6 +194,8 @@ class SessionPool:
 def _make(job: Job) -> ToolEnv:
     try:
         return job.make()
+    except (SandboxError, EnvError):  # of an environment that needs something running
+        raise
     except Exception as error:
         raise EnvError(f"{job.task.env_id}: cannot be made: {error}") from error
 

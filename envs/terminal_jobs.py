@@ -18,34 +18,11 @@ from k3rl.envs.terminal_repair import draw_repair
 from k3rl.envs.terminal_state import Entry, Json, Link, Packed, Probe, Script
 from k3rl.types import philox
 
-WORDS = [
-    "amber",
-    "basil",
-    "cedar",
-    "delta",
-    "ember",
-    "fable",
-    "gamma",
-    "hazel",
-    "ivory",
-    "jade",
-    "karma",
-    "lemon",
-    "maple",
-    "nylon",
-    "olive",
-    "pearl",
-    "quartz",
-    "raven",
-    "sable",
-    "topaz",
-    "umber",
-    "velvet",
-    "willow",
-    "xenon",
-    "yarrow",
-    "zephyr",
-]
+WORDS = (
+    "amber", "basil", "cedar", "delta", "ember", "fable", "gamma", "hazel", "ivory", "jade",
+    "karma", "lemon", "maple", "nylon", "olive", "pearl", "quartz", "raven", "sable", "topaz",
+    "umber", "velvet", "willow", "xenon", "yarrow", "zephyr",
+)  # fmt: skip
 FOLDERS = ("data", "docs", "media", "old", "site", "work")
 REGIONS = ("east", "north", "south", "west")
 LEVELS = ("DEBUG", "ERROR", "INFO", "WARN")

@@ -19,8 +19,8 @@ PROGRAMS = (
     ),
     (
         "how many of them are even",
-        "count = 0\nfor number in numbers:\n"
-        "    if number % 2 == 0:\n        count += 1\nprint(count)\n",
+        "count = 0\nfor number in numbers:\n    if number % 2 == 0:\n        count += 1\n"
+        "print(count)\n",
         (("== 0", "== 1"), ("number % 2", "number / 2"), ("count += 1", "count += number")),
     ),
     (

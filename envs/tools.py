@@ -92,7 +92,10 @@ def check_call(tools: Mapping[str, Tool], call: ToolCall) -> str | None:
         return f"error: no tool {echo(call.tool)}, nearest is {nearest(call.tool, tools)}"
     if call.raw is not None:
         return f"error: {call.tool}: arguments are not JSON"
-    return _check_arguments(tool, call)
+    try:
+        return _check_arguments(tool, call)
+    except (ArithmeticError, RecursionError, ValueError):
+        return f"error: {call.tool}: arguments that cannot be read"
 
 
 def _check_arguments(tool: Tool, call: ToolCall) -> str | None:
@@ -135,7 +138,14 @@ def _check_value(value: JSON, schema: JSON) -> str | None:
         return "an integer" if kind == "integer" else "a number"
     if kind == "integer":
         return None if isinstance(value, int) else "an integer"
-    return None if math.isfinite(value) else "a finite number"
+    return None if _is_finite(value) else "a finite number"
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
 
 
 def _is_unicode(value: str) -> bool:

@@ -145,13 +145,16 @@ def explain(errors: Sequence[ErrorDetails], arguments: JsonObject) -> str:
     if first["type"] in UNKNOWN:
         return f"unknown argument {path}"
     wanted = " or ".join(dict.fromkeys(map(_wanted, here)))
-    return f"{path} must be {wanted}"
+    whole = path or "arguments"
+    return f"{whole}: {wanted}" if wanted[:1].isupper() else f"{whole} must be {wanted}"
 
 
 def _place(error: ErrorDetails, arguments: JsonObject) -> tuple[str | int, ...]:
     """Where in the arguments; the names of a union's members, which pydantic adds, left out."""
     here: JSON = arguments
     place: list[str | int] = []
+    if not error["loc"]:
+        return ()
     *above, last = error["loc"]
     for step in above:
         is_key = isinstance(here, dict) and step in here

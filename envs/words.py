@@ -17,4 +17,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 def echo(name: str) -> str:
     """A name as an error repeats it."""
-    return name if len(name) <= ECHO_CHARS else name[:ECHO_CHARS] + "..."
+    shown = name if len(name) <= ECHO_CHARS else name[:ECHO_CHARS] + "..."
+    if shown.isprintable():
+        return shown
+    # One line, whatever the name holds.
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in shown)

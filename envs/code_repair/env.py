@@ -17,7 +17,6 @@ from k3rl.envs.interpreter import PYTHON
 from k3rl.envs.session import ToolSession
 from k3rl.envs.tools import SHOWN_BYTES, Tool, ToolOutput, command_output, run_command
 from k3rl.errors import GraderError, UncapturableTree, UserInputError
-from k3rl.sandboxes.base import Sandbox
 from k3rl.sandboxes.spec import SandboxSpec
 from k3rl.types import JsonObject, Message, Task, TaskLimits, ToolStatus
 
@@ -38,6 +37,7 @@ PROMPTS = {
         "More tests, of all functions, which you cannot see, decide. Keep every file in its place."
     ),
 }
+EMPTY = "chmod -R u+rwX . && find . -mindepth 1 -delete"
 RUN_TESTS = r"""
 import sys, traceback
 try:
@@ -147,14 +147,18 @@ class CodeRepair(ToolSession):
         return False
 
     async def _prove_verifier(self, wanted: Workspace) -> None:
-        """Raise GraderError unless a fresh workspace with the right files is found right."""
-        backend = self.sandbox.backend
+        """Raise GraderError unless an emptied workspace with the right files is found right.
+
+        One that cannot be emptied is its maker's fault. It is a fork, for which a full pool has
+        room where it has none for a new sandbox.
+        """
         files = {**wanted.files, wanted.broken: wanted.repaired.encode()}
-        proof = Sandbox(backend, await backend.create(self.sandbox_spec, files))
-        try:
+        async with self.final_fork() as proof:
+            if (await proof.run("sh", "-c", EMPTY)).exit_code != 0:
+                return
+            for path, data in files.items():
+                await proof.put(path, data)
             verdict = await verify(proof, wanted.parts, wanted.paths)
-        finally:
-            await backend.close(proof.id)
         if not verdict.is_right:
             raise GraderError(f"{ENV_ID}: the right files are found wrong: {verdict.reason}")
 

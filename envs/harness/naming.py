@@ -7,13 +7,14 @@ not exist for the policy.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from k3rl.envs.harness.parts import Description, NameCase, ToolStyle
-from k3rl.envs.tools import Tool, check_call
+from k3rl.envs.tools import SCALAR_KINDS, Tool, check_call
 from k3rl.envs.words import echo, nearest
 from k3rl.errors import EnvError
 from k3rl.types import JSON, JsonObject, ToolCall, ToolSpec, ToolStatus
@@ -79,12 +80,13 @@ class Naming:
         if call.raw is not None:
             return replace(call, tool=own)
         hidden = self._hidden_parameters[own]
+        is_open = self._own[own].parameters.get("additionalProperties", False) is not False
         for name in call.arguments:
-            if name not in hidden:
+            if name not in hidden and not is_open:
                 close = nearest(name, hidden)
                 text = f"error: {call.tool}: unknown argument {echo(name)}, nearest is {close}"
                 return BadCall(text)
-        arguments = {hidden[name]: value for name, value in call.arguments.items()}
+        arguments = {hidden.get(name, name): value for name, value in call.arguments.items()}
         return replace(call, tool=own, arguments=arguments)
 
     def call_out(self, call: ToolCall) -> ToolCall:
@@ -95,15 +97,21 @@ class Naming:
         if self.style.shell is not None:
             spec = self._own.get(call.tool)
             keys = [key for key in (_keys(spec) if spec else ()) if key in call.arguments]
-            words = [call.tool, *(_word(call.arguments[key]) for key in keys)]
+            kinds = _kinds(spec) if spec else {}
+            words = [call.tool, *(_word(call.arguments[key], kinds.get(key)) for key in keys)]
             return replace(call, tool=self.style.shell, arguments={COMMAND: shlex.join(words)})
         shown = self._parameters.get(call.tool, {})
         arguments = {shown.get(name, name): value for name, value in call.arguments.items()}
         return replace(call, tool=self._shown.get(call.tool, call.tool), arguments=arguments)
 
-    def error_out(self, text: str, status: ToolStatus) -> str:
-        """An answer in shown names. Only errors that tools themselves word speak of names."""
-        if status is not ToolStatus.ERROR or not text.startswith("error: "):
+    def error_out(self, text: str, status: ToolStatus, tool: str) -> str:
+        """An answer of `tool`, an own name, in shown names.
+
+        Only errors that tools themselves word speak of names: one line that begins with the
+        tool's. What a program prints is left alone.
+        """
+        is_worded = text.startswith((f"error: {tool}: ", "error: no tool "))
+        if status is not ToolStatus.ERROR or not is_worded or "\n" in text:
             return text
         return _replace_words(text, self._words)
 
@@ -158,8 +166,8 @@ class Naming:
         if len(values) > len(keys):
             return BadCall(f"error: {shell}: usage: {' '.join([name, *map(str.upper, keys)])}")
         pairs = zip(keys, values, strict=False)
-        kinds = spec.parameters.get("properties", {})
-        arguments = {key: _value(text, kinds[key].get("type")) for key, text in pairs}
+        kinds = _kinds(spec)
+        arguments = {key: _value(text, kinds.get(key)) for key, text in pairs}
         return ToolCall(name, arguments, call.index)
 
 
@@ -169,6 +177,13 @@ async def _never(command: str) -> str:
 
 def _keys(spec: ToolSpec) -> tuple[str, ...]:
     return tuple(spec.parameters.get("properties", {}))
+
+
+def _kinds(spec: ToolSpec) -> dict[str, str]:
+    """The types of parameters that are scalars."""
+    schemas = spec.parameters.get("properties", {}).items()
+    typed = ((key, schema.get("type")) for key, schema in schemas if isinstance(schema, dict))
+    return {key: kind for key, kind in typed if isinstance(kind, str) and kind in SCALAR_KINDS}
 
 
 def _inverse(shown: Mapping[str, str], what: str) -> dict[str, str]:
@@ -210,7 +225,10 @@ def _no_such(what: str, name: str, known: Iterable[str]) -> str:
     return f"error: no {what} {echo(name)}, nearest is {nearest(name, known)}"
 
 
-def _word(value: JSON) -> str:
+def _word(value: JSON, kind: str | None) -> str:
+    """A value as a word: a scalar as it is, anything else as JSON."""
+    if kind is None:
+        return json.dumps(value)
     if isinstance(value, bool):
         return "true" if value else "false"
     return str(value)
@@ -219,11 +237,13 @@ def _word(value: JSON) -> str:
 def _value(text: str, kind: str | None) -> JSON:
     """A word as a value of its declared type; one that does not fit stays text."""
     try:
+        if kind is None:
+            return json.loads(text)
         if kind == "integer":
             return int(text)
         if kind == "number":
             return float(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     if kind == "boolean" and text in ("true", "false"):
         return text == "true"

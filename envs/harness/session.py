@@ -250,7 +250,7 @@ async def _call_own(
 ) -> tuple[ToolResult, ToolRecord]:
     """Carry out an own tool's call."""
     result, record = await run_call(own[read.tool], read)
-    text = naming.error_out(result.content, result.status)
+    text = naming.error_out(result.content, result.status, read.tool)
     return answer(call, ToolOutput(text, result.status), record.wall_s)
 
 
@@ -261,7 +261,9 @@ def _checked(
     if isinstance(call, BadCall) or call.tool not in own:
         return call
     problem = check_call(own, call)
-    return call if problem is None else BadCall(naming.error_out(problem, ToolStatus.ERROR))
+    if problem is None:
+        return call
+    return BadCall(naming.error_out(problem, ToolStatus.ERROR, call.tool))
 
 
 def _shown(
@@ -275,7 +277,7 @@ def _shown(
     if isinstance(read, BadCall):
         return answer(call, ToolOutput(read.text, ToolStatus.ERROR), record.wall_s)
     content = record.output if message is None else message.content
-    text = naming.error_out(content, record.status)
+    text = naming.error_out(content, record.status, read.tool)
     if text != content:
         return answer(call, ToolOutput(text, record.status), record.wall_s)
     return ToolResult(call.tool, call.index, content, record.status), replace(record, call=call)

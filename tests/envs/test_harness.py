@@ -35,7 +35,7 @@ from k3rl.rollout.tokenizer import NanoTokenizer
 from k3rl.sandboxes.base import Sandbox
 from k3rl.sandboxes.factory import open_backend
 from k3rl.sections import HarnessConfig, Preset
-from k3rl.types import Message, ToolCall, ToolStatus, from_plain, philox, to_plain
+from k3rl.types import Message, ToolCall, ToolSpec, ToolStatus, from_plain, philox, to_plain
 
 HUNT = "k3rl/FileHunt-v0"
 MATH = "k3rl/Reason-v0"
@@ -189,10 +189,15 @@ def test_calls_come_in_under_shown_names_only():
 
 def test_errors_speak_of_shown_names_and_outputs_are_left_alone():
     naming = Naming(registry.make(HUNT).tools, PRESETS["editor_agent"].tools)
-    worded = naming.error_out("error: cat: missing argument path", ToolStatus.ERROR)
+    worded = naming.error_out("error: cat: missing argument path", ToolStatus.ERROR, "cat")
     assert worded == "error: Read: missing argument file_path"
-    for text, status in (("cat: no file", ToolStatus.ERROR), ("error: cat", ToolStatus.OK)):
-        assert naming.error_out(text, status) == text
+    for text, status in (
+        ("cat: no file", ToolStatus.ERROR),
+        ("error: cat: missing argument path", ToolStatus.OK),
+        ("error: my path and cat value", ToolStatus.ERROR),
+        ("error: cat: of a program\nwith path", ToolStatus.ERROR),
+    ):
+        assert naming.error_out(text, status, "cat") == text
     assert naming.text_out("use `submit` to submit") == "use `Submit` to submit"
 
 
@@ -207,6 +212,22 @@ def test_a_shell_takes_command_lines():
         answered = naming.call_in(call("bash", command=line))
         assert isinstance(answered, BadCall)
         assert word in answered.text
+
+
+def test_a_shell_takes_what_is_no_scalar_as_json():
+    schema = {
+        "type": "object",
+        "properties": {"items": {"type": "array"}, "any": True, "text": {"type": "string"}},
+        "required": ["items"],
+        "additionalProperties": True,
+    }
+    naming = Naming([ToolSpec("take", "Take", schema)], PRESETS["shell_agent"].tools)
+    for arguments in ({"items": [1, "b c"], "any": {"x": None}, "text": "[1]"}, {"items": []}):
+        own = call("take", **arguments)
+        assert naming.call_in(naming.call_out(own)) == own
+    camel = Naming([ToolSpec("take", "Take", schema)], PRESETS["editor_agent"].tools)
+    own = call("take", items=[], further=1)
+    assert camel.call_in(camel.call_out(own)) == own
 
 
 def test_two_tools_of_one_name_are_refused():

@@ -12,7 +12,7 @@ import pytest
 
 from k3rl.blobs import BlobStore
 from k3rl.envs.base import EnvSpec, Observation
-from k3rl.envs.mcp import McpServer, McpSession, ServerSpec, discover
+from k3rl.envs.mcp import McpServer, McpSession, ServerSpec, _unusable, discover
 from k3rl.envs.play import play
 from k3rl.envs.sessions import Job, SessionPool
 from k3rl.envs.tools import Tool
@@ -254,3 +254,19 @@ def test_play_closes_the_servers_of_a_session_that_fails(tmp_path):
     asyncio.run(main())
     assert len(running) == 2
     assert all_gone(list(map(int, running)))
+
+
+@pytest.mark.parametrize(
+    ("schema", "problem"),
+    [
+        ({"properties": {"a": {"type": "string", "pattern": "[bad"}}}, "pattern"),
+        ({"patternProperties": {"(": {}}}, "pattern"),
+        ({"properties": {"a": {"$ref": "http://elsewhere/x"}}}, "leads to nothing"),
+        ({"items": [{"$ref": "#/$defs/none"}], "$defs": {}}, "leads to nothing"),
+        ({"properties": {"pattern": {"type": "string"}, "a": {"$ref": "#/$defs/b"}},
+          "$defs": {"b": {"pattern": "^x"}}}, ""),
+    ],
+)  # fmt: skip
+def test_a_schema_that_would_fail_at_a_call_is_found_when_it_is_declared(schema, problem):
+    found = _unusable(schema, schema)
+    assert (problem in found) if problem else found == ""

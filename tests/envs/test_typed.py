@@ -158,3 +158,53 @@ def test_samples_fit_and_survive_the_turn_format():
             assert read.arguments == call.arguments
             assert check_call(TOOLS, read) is None
     assert num_calls > 40
+
+
+async def wait(seconds: Annotated[float, "How long."], note: Annotated[str, Field(pattern="^a")]):
+    """Wait."""
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"seconds": 10**400, "note": "a"}, "wait: seconds must be a finite number"),
+        ({"seconds": 1.0, "note": "b"}, "wait: note: String should match"),
+        ({"seconds": 1.0, "note": "a", "x\ny": 1}, "wait: unknown argument x\\ny, nearest"),
+    ],
+)
+def test_hostile_arguments_are_answered_in_one_line(arguments, problem):
+    tool = Tool.of(wait)
+    said = check_call({"wait": tool}, ToolCall("wait", arguments, 1))
+    assert problem in said
+    assert "\n" not in said
+
+
+def test_arguments_too_deep_to_read_are_answered():
+    deep = []
+    for _ in range(300):
+        deep = [deep]
+
+    async def take(items: list[list]):
+        """Take."""
+        return ""
+
+    said = check_call({"take": Tool.of(take)}, ToolCall("take", {"items": deep}, 1))
+    assert said.startswith("error: take: ")
+
+
+def test_samples_are_within_open_bounds_and_multiples():
+    async def act(
+        small: Annotated[float, Field(gt=0, lt=1e-3)],
+        step: Annotated[int, Field(multiple_of=7, ge=1, lt=50)],
+        part: Annotated[float, Field(multiple_of=0.25, gt=-1, le=2)],
+    ):
+        """Act."""
+        return ""
+
+    tool = Tool.of(act)
+    space = MessageSpace(("assistant",), (tool.spec,), seed=0)
+    made = [message for message in (space.sample() for _ in range(200)) if message.tool_calls]
+    assert len(made) > 100
+    for message in made:
+        assert check_call({"act": tool}, message.tool_calls[0]) is None
