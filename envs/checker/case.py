@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar, cast
 
 from k3rl.envs.base import ScriptedPolicy, ToolEnv
 from k3rl.envs.checker.watched import Watched
@@ -16,6 +17,7 @@ from k3rl.types import JsonObject, Message, Outcome, Task, ToolRecord, philox
 
 NUM_PLAYS_TOGETHER = 8
 SPLITS = ("train", "heldout")
+_T = TypeVar("_T")
 
 
 class Broken(Exception):
@@ -89,7 +91,7 @@ class Case:
         self, tasks: Sequence[Task], policy: ScriptedPolicy, seed: int | None = None
     ) -> list[Played]:
         """Play tasks at the same time."""
-        return list(await asyncio.gather(*(self.play(task, policy, seed) for task in tasks)))
+        return await together(self.play(task, policy, seed) for task in tasks)
 
     @asynccontextmanager
     async def session(
@@ -103,7 +105,8 @@ class Case:
             sandbox = Sandbox(self.backend, id)
             try:
                 opening = await env.open(task, sandbox, state)
-                yield Session(self, env, task, sandbox, list(opening.messages))
+                held: list[tuple[object, object]] = [(opening, copy.deepcopy(opening))]
+                yield Session(self, env, task, sandbox, list(opening.messages), held)
             finally:
                 await env.close()
                 await self.backend.close(id)
@@ -118,6 +121,8 @@ class Session:
     task: Task
     sandbox: Sandbox
     transcript: list[Message]
+    held: list[tuple[object, object]]
+    """What the environment handed out, beside a copy of it as it was then."""
     num_turns: int = 0
     is_over: bool = False
 
@@ -127,6 +132,7 @@ class Session:
         rng = philox(seed, self.task.key, self.num_turns)
         message = policy(self.task, tuple(self.transcript), rng)
         step = await self.env.act(message)
+        self.held.append((step, copy.deepcopy(step)))
         self.transcript += [message, *step.messages]
         self.num_turns += 1
         self.is_over = step.terminated
@@ -146,6 +152,15 @@ class Session:
         await self.env.close()
         self.env = self.case.make()
         await self.env.open(self.task, self.sandbox, state)
+
+
+async def together(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """What all of them give; an error is raised when none of them runs any more."""
+    ended = await asyncio.gather(*works, return_exceptions=True)
+    for each in ended:
+        if isinstance(each, BaseException):
+            raise each
+    return cast("list[_T]", ended)
 
 
 def untimed(records: Sequence[ToolRecord]) -> list[ToolRecord]:

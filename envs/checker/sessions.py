@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import json
 from collections.abc import Awaitable
 from dataclasses import replace
 
 from k3rl.envs.base import ScriptedPolicy
-from k3rl.envs.checker.case import Broken, Case, difference, need, shorten
+from k3rl.envs.checker.case import Broken, Case, difference, need, shorten, together
 from k3rl.envs.checker.check import Check, Group
 from k3rl.envs.checker.watched import Watched
 from k3rl.envs.play import Played, cut_off
 from k3rl.errors import EnvError, K3rlError, SandboxError, UserInputError
-from k3rl.sandboxes.base import Sandbox
 from k3rl.types import Message, Task, TruncationCause, philox
 
 NUM_RESUMED = 2
@@ -69,7 +67,7 @@ async def resume_is_exact(case: Case) -> str:
             whole = await case.play(task, policy)
             num_turns = sum(message.role == "assistant" for message in whole.transcript)
             cuts = (_resumed(case, task, policy, cut) for cut in range(num_turns + 1))
-            for cut, found in enumerate(await asyncio.gather(*cuts)):
+            for cut, found in enumerate(await together(cuts)):
                 where = f"{name}, cut after turn {cut}"
                 unlike = difference(whole, replace(found, records=whole.records))
                 need(not unlike, f"{where}: {unlike}")
@@ -117,7 +115,7 @@ async def oracle_takes_over(case: Case) -> str:
             need(outcome.reward == 1.0, said)
 
     tasks = case.tasks("train", NUM_TAKEN_OVER)
-    await asyncio.gather(*(try_one(task) for task in tasks))
+    await together(try_one(task) for task in tasks)
     return f"{len(tasks)} tasks"
 
 
@@ -173,23 +171,11 @@ def _scramble(value: object) -> None:
 async def observations_stay(case: Case) -> str:
     """What was read once does not change under the reader, in this session or by another."""
     oracle = case.policy("oracle")
-    tasks = case.tasks("train", 3)
     held: list[tuple[object, object]] = []
-    for task in tasks:
-        env = case.make()
-        id = await case.backend.create(env.sandbox_spec, env.files(task))
-        opening = await env.open(task, Sandbox(case.backend, id))
-        held.append((opening, copy.deepcopy(opening)))
-        transcript = list(opening.messages)
-        for turn in range(task.limits.max_turns):
-            message = oracle(task, tuple(transcript), philox(case.seed, task.key, turn))
-            step = await env.act(message)
-            held.append((step, copy.deepcopy(step)))
-            transcript += [message, *step.messages]
-            if step.terminated:
-                break
-        await env.close()
-        await case.backend.close(id)
+    for task in case.tasks("train", NUM_RESUMED):
+        async with case.session(task) as session:
+            await session.play_out(oracle)
+        held += session.held
     for kept, as_read in held:
         need(kept == as_read, f"{shorten(str(as_read))} has become {shorten(str(kept))}")
     return f"{len(held)} observations"

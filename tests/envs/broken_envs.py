@@ -262,7 +262,7 @@ class RewardsALostSandbox(Sound):
 
 class OpensOutOfSpace(Sound):
     def observe(self, task):
-        return Observation((*super().observe(task).messages, Message("tool", "of no call")))
+        return Observation((*super().observe(task).messages, Message("developer", "of no role")))
 
 
 class TellsTheTime(Sound):
@@ -338,7 +338,7 @@ class ManyNormalisers(Sound):
 
 
 class HidesItsPlantedChange(Sound):
-    normalisers = (replace(SECONDS, pattern=r"\d in \d+\.\d+ s"),)
+    normalisers = (replace(SECONDS, pattern=r"(\d )?in \d+\.\d+ s"),)
 
 
 class DoesNotHide(Sound):
@@ -420,7 +420,7 @@ FAULTS = (
     Fault(SharesTheOpenTask, "sessions do not mix", frozenset({"*"})),
     Fault(CachesTasks, "nothing is shared"),
     Fault(HandsOutItsState, "nothing is shared"),
-    Fault(ReusesItsMessages, "observations stay as they were"),
+    Fault(ReusesItsMessages, "observations stay as they were", frozenset({"gymnasium agrees"})),
     Fault(AnswersForALostSandbox, "lost sandboxes are raised"),
     Fault(RewardsALostSandbox, "lost sandboxes are raised"),
     Fault(OpensOutOfSpace, "gymnasium agrees"),
