@@ -24,6 +24,28 @@ from k3rl.sandboxes.spec import SandboxSpec
 from k3rl.types import digest_json
 
 ANY = SandboxSpec(required=())
+BUILDS = {
+    "gcc": """
+cat > m.c <<'X'
+#include <pthread.h>
+#include <stdio.h>
+static void *f(void *p) { return p; }
+int main(void) { pthread_t t; pthread_create(&t, 0, f, 0); pthread_join(t, 0); puts("built"); }
+X
+gcc -O1 -g -pthread -o m m.c && ./m
+""",
+    "make": "printf 'all: a b\\na b:\\n\\ttouch $@\\n' > Makefile && make -j4 && ls a b",
+    "node": """
+node -e '
+const fs = require("fs"), { Worker } = require("worker_threads"), cp = require("child_process");
+fs.promises.writeFile("f", "x").then(() => fs.promises.readFile("f")).then((data) => {
+  new Worker("process.exit(3)", { eval: true }).on("exit", (code) => {
+    console.log(String(data), code, String(cp.execSync("echo child")));
+  });
+});'
+""",
+}
+"""Programs that no confinement may break, with what they are tried on."""
 
 
 class Hosts:

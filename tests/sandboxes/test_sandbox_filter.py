@@ -25,7 +25,7 @@ from k3rl.sandboxes.processes.seccomp import (
 )
 from k3rl.sandboxes.processes.supervisor import BIRTHS, CHANGES
 from k3rl.sandboxes.spec import Capability, SandboxLimits, SandboxSpec
-from tests.sandboxes.sandbox_helpers import ANY, play, sh
+from tests.sandboxes.sandbox_helpers import ANY, BUILDS, play, sh
 
 pytestmark = [pytest.mark.sandbox]
 MACHINE = os.uname().machine
@@ -381,25 +381,7 @@ git init -q . && git config user.email a@b && git config user.name n
 echo one > f && git add f && git commit -qm one && echo two >> f && git diff --stat && git gc -q
 git clone -q . ../tmp/twin && git -C /tmp/twin log --oneline | wc -l
 """,
-    "gcc": """
-cat > m.c <<'X'
-#include <pthread.h>
-#include <stdio.h>
-static void *f(void *p) { return p; }
-int main(void) { pthread_t t; pthread_create(&t, 0, f, 0); pthread_join(t, 0); puts("built"); }
-X
-gcc -O1 -g -pthread -o m m.c && ./m
-""",
-    "make": "printf 'all: a b\\na b:\\n\\ttouch $@\\n' > Makefile && make -j4 && ls a b",
-    "node": """
-node -e '
-const fs = require("fs"), { Worker } = require("worker_threads"), cp = require("child_process");
-fs.promises.writeFile("f", "x").then(() => fs.promises.readFile("f")).then((data) => {
-  new Worker("process.exit(3)", { eval: true }).on("exit", (code) => {
-    console.log(String(data), code, String(cp.execSync("echo child")));
-  });
-});'
-""",
+    **BUILDS,
     "python3": """
 cat > test_it.py <<'X'
 import asyncio, multiprocessing, socket, subprocess, tempfile, unittest

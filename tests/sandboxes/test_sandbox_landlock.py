@@ -23,7 +23,7 @@ from k3rl.sandboxes.processes.landlock import MIN_ABI, check_abi
 from k3rl.sandboxes.processes.seccomp import filter_program
 from k3rl.sandboxes.spec import ENFORCED_BY_DEFAULT, Capability, SandboxLimits, SandboxSpec
 from tests.sandboxes.landlock_helpers import WHO, apart, as_who, mark, needs_landlock
-from tests.sandboxes.sandbox_helpers import ANY, sh
+from tests.sandboxes.sandbox_helpers import ANY, BUILDS, sh
 
 REPOSITORY = Path(__file__).parents[2]
 pytestmark = [pytest.mark.sandbox, needs_landlock]
@@ -467,25 +467,7 @@ git init -q . && git config user.email a@b && git config user.name n
 echo one > f && git add f && git commit -qm one && echo two >> f && git diff --stat && git gc -q
 git clone -q . "$TMPDIR/twin" && git -C "$TMPDIR/twin" log --oneline | wc -l
 """,
-    "gcc": """
-cat > m.c <<'X'
-#include <pthread.h>
-#include <stdio.h>
-static void *f(void *p) { return p; }
-int main(void) { pthread_t t; pthread_create(&t, 0, f, 0); pthread_join(t, 0); puts("built"); }
-X
-gcc -O1 -g -pthread -o m m.c && ./m
-""",
-    "make": "printf 'all: a b\\na b:\\n\\ttouch $@\\n' > Makefile && make -j4 && ls a b",
-    "node": """
-node -e '
-const fs = require("fs"), { Worker } = require("worker_threads"), cp = require("child_process");
-fs.promises.writeFile("f", "x").then(() => fs.promises.readFile("f")).then((data) => {
-  new Worker("process.exit(3)", { eval: true }).on("exit", (code) => {
-    console.log(String(data), code, String(cp.execSync("echo child")));
-  });
-});'
-""",
+    **BUILDS,
     "python3": """
 cat > test_it.py <<'X'
 import asyncio, hashlib, os, shutil, ssl, subprocess, tempfile, unittest, zipfile
